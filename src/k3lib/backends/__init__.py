@@ -1,0 +1,33 @@
+"""Adapters to kernels: one module per provider, importable without the provider's package.
+
+`load_all` imports them on the first choice. Kernels from outside come through the entry-point group `k3lib.backends`:
+each entry point names a module whose import calls `k3lib.ops.register`, or a function that does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from importlib.metadata import entry_points
+
+__all__ = ["ADAPTERS", "FAILED", "GROUP", "load_all"]
+
+logger = logging.getLogger(__name__)
+
+GROUP = "k3lib.backends"
+ADAPTERS: tuple[str, ...] = ()
+FAILED: dict[str, str] = {}  # entry point -> why it could not be loaded; shown by `k3lib doctor`
+
+
+def load_all() -> None:
+    """Import our adapters and those of installed packages. A foreign one that fails is logged, never fatal."""
+    for name in ADAPTERS:
+        importlib.import_module(f"k3lib.backends.{name}")
+    for entry in entry_points(group=GROUP):
+        try:
+            loaded = entry.load()
+            if callable(loaded):
+                loaded()
+        except Exception as error:
+            FAILED[entry.name] = f"{type(error).__name__}: {error}"
+            logger.warning("k3lib.backends entry point %s could not be loaded: %s", entry.name, FAILED[entry.name])

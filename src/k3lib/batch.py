@@ -1,0 +1,331 @@
+"""One step of packed tokens, and the views of cache memory that layers read and write.
+
+Shapes: T packed tokens, B requests, M pages a request, N pool rows, H heads, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+
+from k3lib.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = ["Batch", "CacheViews", "FeatureTap", "KDAState", "LatentPages", "RouteTap", "StateSaves", "VerifyScratch"]
+
+Mode = Literal["prefill", "decode", "verify"]
+
+
+class VerifyScratch(Protocol):
+    """Where a verify step leaves what its rollback needs, instead of advancing the committed state."""
+
+    @property
+    def kind(self) -> Literal["states", "replay"]:
+        """States kept per position, or inputs kept and replayed."""
+        ...
+
+
+@dataclass(slots=True)
+class KDAState:
+    """One layer's view of the state pool. Row 0 is the null slot.
+
+    Attributes:
+        state: `[N, H, V, K]`, value dimension first.
+        conv: `[N, width - 1, channels]`, oldest first, channels q | k | v.
+        verify: scratch of a pool made for speculation.
+    """
+
+    state: Tensor
+    conv: Tensor
+    verify: VerifyScratch | None = None
+
+
+@dataclass(slots=True)
+class LatentPages:
+    """One layer's view of the KV pool. Page 0 is the null page.
+
+    Attributes:
+        pages: `[num_pages + 1, page_size, latent + rope width]`.
+    """
+
+    pages: Tensor
+
+
+class CacheViews(Protocol):
+    """What the model needs of a cache: the memory of one layer."""
+
+    def view(self, layer: int) -> KDAState | LatentPages:
+        """Return the memory of layer `layer` (0-based)."""
+        ...
+
+
+@dataclass(slots=True)
+class StateSaves:
+    """Interior states to keep: any number per request and step.
+
+    Attributes:
+        requests: index of the request in `cu_seqlens`.
+        offsets: new tokens of that request consumed when the state is taken, 1 .. its number of new tokens.
+        slots: `[S]` int32, pool rows that receive the recurrent and the convolution state; 0 = padding.
+    """
+
+    requests: tuple[int, ...]
+    offsets: tuple[int, ...]
+    slots: Tensor
+
+    def __post_init__(self) -> None:
+        if not len(self.requests) == len(self.offsets) == self.slots.numel():
+            raise ConfigError(
+                f"StateSaves: {len(self.requests)} requests, {len(self.offsets)} offsets and "
+                f"{self.slots.numel()} slots must be equally many"
+            )
+
+
+@dataclass(slots=True)
+class FeatureTap:
+    """Hidden states for a draft, filled by the model and consumed per step.
+
+    Attributes:
+        layers: 0-based; the value *after* that layer.
+        kind: "prefix" (the running sum) or "mixture" (what the next reader would see, un-normed).
+        out: `[T, len(layers) * hidden]` after the call, in the order of `layers`.
+    """
+
+    layers: tuple[int, ...]
+    kind: Literal["prefix", "mixture"]
+    out: Tensor | None = None
+
+
+@dataclass(slots=True)
+class RouteTap:
+    """Routing replay.
+
+    Attributes:
+        ids: `[T, MoE layers, top_k]` int32.
+        replay: True uses these ids, with weights from the model's own scores; False writes the chosen ids here.
+    """
+
+    ids: Tensor
+    replay: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """New tokens of several requests, packed end to end, and where their cache lives.
+
+    Host integers stand beside the device tensors, so that nothing is read back during a step.
+
+    Attributes:
+        input_ids: `[T]` int64; layers used alone do not need it.
+        cu_seqlens: `[B + 1]` int32, offsets of the new tokens of each request.
+        seq_lens: `[B]` int32, length of the whole context after this step, over all DCP ranks.
+        new_tokens: host copy of the lengths in `cu_seqlens`.
+        max_new: longest request of this step.
+        max_seq: longest context after this step.
+        mode: which kernel is natural; the references compute the same in every mode.
+        cached_tokens: host copy of the tokens of each request that were cached before this step.
+        slots: `[B]` int32, KDA state slot of each request; 0 is the null slot, negative means none.
+        page_table: `[B, M]` int32, KV pages of each request.
+        rows: `[T]` int64, page * page_size + offset of each new token on this rank; 0 = not mine.
+        key_lens: `[T]` int32, rows of this rank's pages that each new token may see, itself included.
+        saves: interior KDA states to keep.
+        routes: record or replay expert ids.
+    """
+
+    input_ids: Tensor | None
+    cu_seqlens: Tensor
+    seq_lens: Tensor
+    new_tokens: tuple[int, ...]
+    max_new: int
+    max_seq: int
+    mode: Mode
+    cached_tokens: tuple[int, ...] = ()
+    slots: Tensor | None = None
+    page_table: Tensor | None = None
+    rows: Tensor | None = None
+    key_lens: Tensor | None = None
+    saves: StateSaves | None = None
+    routes: RouteTap | None = None
+    _prefix: list[PrefixPiece] | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.cached_tokens and self.new_tokens:
+            # made by hand without the host copy: read it once here, never in a layer
+            totals = self.seq_lens.tolist()
+            self.cached_tokens = tuple(total - new for total, new in zip(totals, self.new_tokens, strict=True))
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of new tokens, T."""
+        return sum(self.new_tokens)
+
+    @classmethod
+    def pack(cls, sequences: Sequence[Tensor | Sequence[int]]) -> Batch:
+        """Whole sequences of token ids, stateless.
+
+        Args:
+            sequences: one `[length]` integer tensor or list of ints per request; tensors of one device.
+
+        Raises:
+            ConfigError: an entry is not one-dimensional or not of an integer type.
+        """
+        tensors = [torch.as_tensor(s, dtype=None if len(s) else torch.int64) for s in sequences]
+        for i, ids in enumerate(tensors):
+            if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+                raise ConfigError(
+                    f"Batch.pack: sequence {i} must be a 1-D tensor of integers, got shape {tuple(ids.shape)} of "
+                    f"{ids.dtype}"
+                )
+        batch = cls.lengths([ids.numel() for ids in tensors], device=tensors[0].device if tensors else None)
+        batch.input_ids = torch.cat([ids.long() for ids in tensors]) if tensors else torch.zeros(0, dtype=torch.int64)
+        return batch
+
+    @classmethod
+    def lengths(cls, lengths: Sequence[int], *, device: torch.device | str | None = None) -> Batch:
+        """Whole sequences without ids, for a layer used alone."""
+        return cls.of(lengths, mode="prefill", device=device)
+
+    @classmethod
+    def decode(cls, slots: Sequence[int], input_ids: Tensor | None = None) -> Batch:
+        """One token for each of `slots`, for layers whose only cache is a KDA state."""
+        device = None if input_ids is None else input_ids.device
+        return cls.of([1] * len(slots), slots=slots, mode="decode", input_ids=input_ids, device=device)
+
+    @classmethod
+    def of(  # noqa: PLR0913 - the one place that knows how the fields hang together
+        cls,
+        lengths: Sequence[int],
+        *,
+        mode: Mode = "prefill",
+        cached_tokens: Sequence[int] | None = None,
+        slots: Sequence[int] | None = None,
+        page_tables: Sequence[Sequence[int]] | None = None,
+        page_size: int = 0,
+        input_ids: Tensor | None = None,
+        saves: StateSaves | None = None,
+        device: torch.device | str | None = None,
+    ) -> Batch:
+        """Make a batch from host integers: the way to use pools of your own.
+
+        Args:
+            lengths: new tokens of each request; 0 is allowed.
+            mode: "prefill", "decode" or "verify".
+            cached_tokens: tokens of each request that are in the pools already; default none.
+            slots: KDA state slot of each request.
+            page_tables: KV pages of each request, with room for its cached and new tokens.
+            page_size: tokens a page; needed with `page_tables`.
+            input_ids: `[sum(lengths)]`.
+            saves: interior KDA states to keep.
+            device: where the tensors go; default that of `input_ids`, else CPU.
+
+        Raises:
+            ConfigError: the counts disagree, or the pages of a request do not hold its tokens.
+        """
+        n = len(lengths)
+        cached = tuple(cached_tokens) if cached_tokens is not None else (0,) * n
+        for name, given in (("cached_tokens", cached), ("slots", slots), ("page_tables", page_tables)):
+            if given is not None and len(given) != n:
+                raise ConfigError(f"Batch.of: {len(given)} {name} for {n} requests")
+        if input_ids is not None and input_ids.numel() != sum(lengths):
+            raise ConfigError(f"Batch.of: {input_ids.numel()} input_ids for {sum(lengths)} new tokens")
+        if device is None and input_ids is not None:
+            device = input_ids.device
+        totals = [c + m for c, m in zip(cached, lengths, strict=True)]
+        batch = cls(
+            input_ids=input_ids,
+            cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device),
+            seq_lens=torch.tensor(totals, dtype=torch.int32, device=device),
+            new_tokens=tuple(lengths),
+            max_new=max(lengths, default=0),
+            max_seq=max(totals, default=0),
+            mode=mode,
+            cached_tokens=cached,
+            slots=None if slots is None else torch.tensor(list(slots), dtype=torch.int32, device=device),
+            saves=saves,
+        )
+        if page_tables is not None:
+            batch._place(page_tables, page_size, totals, device)
+        return batch
+
+    def _place(
+        self,
+        page_tables: Sequence[Sequence[int]],
+        page_size: int,
+        totals: Sequence[int],
+        device: torch.device | str | None,
+    ) -> None:
+        if page_size < 1:
+            raise ConfigError(f"Batch.of: page_size must be >= 1 with page_tables, got {page_size}")
+        for i, (pages, total) in enumerate(zip(page_tables, totals, strict=True)):
+            if len(pages) * page_size < total:
+                raise ConfigError(
+                    f"Batch.of: request {i} has {total} tokens but its {len(pages)} pages of {page_size} hold "
+                    f"{len(pages) * page_size}"
+                )
+        width = max((len(p) for p in page_tables), default=0)
+        table = torch.tensor([[*p, *[0] * (width - len(p))] for p in page_tables], dtype=torch.int32)
+        table = table.reshape(len(totals), width)
+        counts = torch.tensor(self.new_tokens)
+        request = torch.repeat_interleave(torch.arange(len(totals)), counts)
+        first = torch.tensor(self.cached_tokens) - torch.tensor([0, *accumulate(self.new_tokens)][:-1])
+        position = torch.arange(self.num_tokens) + first[request]
+        rows = table[request, position // page_size].long() * page_size + position % page_size
+        self.page_table = table.to(device) if device is not None else table
+        self.rows = rows.to(device) if device is not None else rows
+        self.key_lens = (position + 1).to(dtype=torch.int32, device=device)
+
+    def prefix_pieces(self, page_size: int, piece_tokens: int = 4096) -> list[PrefixPiece]:
+        """Cut the cached tokens of all requests into pieces of bounded size, for prefill over a cached prefix.
+
+        Computed once per batch on the host and shared by all MLA layers. Each piece holds at most `piece_tokens`
+        cached tokens, so the memory of a prefill step does not grow with the context.
+        """
+        if self._prefix is None:
+            self._prefix = _cut_prefix(self, page_size, piece_tokens)
+        return self._prefix
+
+
+@dataclass(slots=True)
+class PrefixPiece:
+    """A run of cached rows: `rows [n]` int64 in the pool and `cu_seqlens_k [B + 1]` int32 over the requests."""
+
+    rows: Tensor
+    cu_seqlens_k: Tensor
+
+
+def _cut_prefix(batch: Batch, page_size: int, piece_tokens: int) -> list[PrefixPiece]:
+    table = batch.page_table
+    if table is None:
+        return []
+    device = table.device
+    # requests without new tokens need no prefix
+    want = [c if n else 0 for c, n in zip(batch.cached_tokens, batch.new_tokens, strict=True)]
+    spans: list[list[tuple[int, int, int]]] = []  # per piece: (request, first token, number of tokens)
+    room = 0
+    for i, tokens in enumerate(want):
+        start = 0
+        while start < tokens:
+            if room == 0:
+                spans.append([])
+                room = piece_tokens
+            take = min(room, tokens - start)
+            spans[-1].append((i, start, take))
+            start, room = start + take, room - take
+    pieces = []
+    for piece in spans:
+        counts = [0] * len(want)
+        for i, _, take in piece:
+            counts[i] += take
+        request = torch.cat([torch.full((take,), i) for i, _, take in piece]).to(device)
+        position = torch.cat([torch.arange(start, start + take) for _, start, take in piece]).to(device)
+        rows = table[request, position // page_size].long() * page_size + position % page_size
+        cu = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+        pieces.append(PrefixPiece(rows, cu))
+    return pieces

@@ -1,0 +1,202 @@
+"""Linear layers and embeddings. How a weight is cut over ranks is data on the parameter.
+
+Shapes: T tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from k3lib.errors import ConfigError
+from k3lib.parallel.group import LOCAL, Group
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+__all__ = [
+    "K3Module",
+    "Linear",
+    "Placement",
+    "Shard",
+    "VocabEmbedding",
+    "parameter",
+    "placement",
+    "shard_range",
+    "wide_dtype",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """How a stored tensor is cut over the ranks of a group.
+
+    Attributes:
+        dim: the axis that is cut.
+        unit: smallest cut along it, in elements of the decoded weight (a head, a quant group).
+        what: name of the axis in error messages.
+    """
+
+    dim: int
+    unit: int = 1
+    what: str = "dimension"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which part of a stored tensor a parameter holds: all of it, or `[begin, end)` along `shard.dim`."""
+
+    full_shape: tuple[int, ...]
+    shard: Shard | None
+    begin: int
+    end: int
+
+
+def shard_range(size: int, group: Group, shard: Shard) -> tuple[int, int]:
+    """Return `[begin, end)` of this rank's part of `size` elements.
+
+    Raises:
+        ConfigError: the ranks do not divide `size` into multiples of the unit; the message lists sizes that do.
+    """
+    units = size // shard.unit
+    if size % shard.unit or units % group.size:
+        good = [n for n in range(1, units + 1) if units % n == 0] if size % shard.unit == 0 else []
+        raise ConfigError(
+            f"tp_size={group.size} does not cut {shard.what} ({size} in units of {shard.unit}) evenly; use "
+            + (f"one of {', '.join(map(str, good))}" if good else "an unpacked format")
+        )
+    part = units // group.size * shard.unit
+    return group.rank * part, (group.rank + 1) * part
+
+
+def placement(tensor: Tensor) -> Placement:
+    """Which part of its stored tensor a parameter holds."""
+    place: Placement | None = getattr(tensor, "placement", None)
+    return place or Placement(tuple(tensor.shape), None, 0, 0)
+
+
+def parameter(
+    *full_shape: int,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    shard: Shard | None = None,
+    tp: Group = LOCAL,
+) -> nn.Parameter:
+    """Make an uninitialised parameter that holds this rank's part of a tensor of `full_shape`."""
+    shape, begin, end = list(full_shape), 0, 0
+    if shard is not None:
+        begin, end = shard_range(shape[shard.dim], tp, shard)
+        shape[shard.dim] = end - begin
+    made = nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+    made.placement = Placement(full_shape, shard, begin, end)  # type: ignore[attr-defined]
+    return made
+
+
+def wide_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of weights that are kept in fp32: fp64 in an fp64 model."""
+    return torch.float64 if (dtype or torch.get_default_dtype()) == torch.float64 else torch.float32
+
+
+class K3Module(nn.Module):
+    """A module whose weights named in `wide` stay in fp32 when the model is cast to a narrow dtype."""
+
+    wide: tuple[str, ...] = ()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> K3Module:  # noqa: FBT001, FBT002
+        kept = {name: self._parameters[name].data for name in self.wide if self._parameters.get(name) is not None}  # type: ignore[union-attr]
+        super()._apply(fn, recurse)
+        for name, before in kept.items():
+            now = self._parameters[name]
+            assert now is not None, "cast does not remove parameters"
+            if now.dtype != before.dtype and now.dtype.itemsize < 4 and not before.is_meta:
+                now.data = before.to(now.device)
+        return self
+
+
+class Linear(K3Module):
+    """`y = x Wᵀ` without bias; `cut` says which side a tensor-parallel rank holds.
+
+    Attributes:
+        weight: `[out, in]`, this rank's part.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        cut: str | None = None,
+        unit: int = 1,
+        tp: Group = LOCAL,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Make the layer.
+
+        Args:
+            in_features: full width of the input.
+            out_features: full width of the output.
+            cut: "out" (columns of the result, no exchange), "in" (partial sums, reduced here) or None (replicated).
+            unit: smallest cut along that side, for example a head.
+            tp: ranks that share the layer.
+            dtype: of the weight.
+            device: of the weight.
+        """
+        super().__init__()
+        self.tp = tp
+        self.reduces = cut == "in"
+        shard = None if cut is None else Shard(0 if cut == "out" else 1, unit, f"the {cut}put width of a linear layer")
+        self.weight = parameter(out_features, in_features, dtype=dtype, device=device, shard=shard, tp=tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply to `[..., in]`."""
+        y = F.linear(x, self.weight)
+        return self.tp.all_reduce(y) if self.reduces else y
+
+    def extra_repr(self) -> str:
+        """Show the shape."""
+        return f"{self.weight.shape[1]} -> {self.weight.shape[0]}"
+
+
+class VocabEmbedding(K3Module):
+    """Token embedding, rows of the vocabulary cut over the ranks."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tp: Group = LOCAL,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.vocab_size = vocab_size
+        rule = Shard(0, what="the vocabulary")
+        self.first, self.end = shard_range(vocab_size, tp, rule)
+        self.weight = parameter(vocab_size, hidden_size, dtype=dtype, device=device, shard=rule, tp=tp)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up `ids [T]`.
+
+        Raises:
+            ConfigError: an id outside the vocabulary (checked for ids on the CPU; the engine checks host ids).
+        """
+        if ids.device.type == "cpu" and ids.numel():
+            low, high = (int(x) for x in ids.aminmax())
+            if low < 0 or high >= self.vocab_size:
+                raise ConfigError(
+                    f"token id {low if low < 0 else high} is outside the vocabulary 0..{self.vocab_size - 1}"
+                )
+        if self.tp.size == 1:
+            return F.embedding(ids, self.weight)
+        mine = (ids >= self.first) & (ids < self.end)
+        rows = F.embedding(torch.where(mine, ids - self.first, 0), self.weight)
+        return self.tp.all_reduce(rows.masked_fill(~mine[:, None], 0))

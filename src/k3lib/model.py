@@ -1,0 +1,463 @@
+"""The text model: decoder layers over an attention-residual stream, and the language-model head.
+
+Shapes: T packed tokens, B requests, D hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from k3lib import checkpoint, ops
+from k3lib.batch import Batch, CacheViews, FeatureTap
+from k3lib.config import KimiK3Config, TextConfig
+from k3lib.errors import ConfigError, RequestError
+from k3lib.layers import (
+    AttnRes,
+    AttnResStream,
+    GatedMLA,
+    K3Module,
+    KimiDeltaAttention,
+    LatentMoE,
+    Linear,
+    ResidualStream,
+    RMSNorm,
+    SiTUMLP,
+    VocabEmbedding,
+)
+from k3lib.ops.registry import check_backends
+from k3lib.parallel import Mesh
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from os import PathLike
+
+    from torch import Tensor
+
+__all__ = ["KimiK3DecoderLayer", "KimiK3ForCausalLM", "KimiK3Model", "LayerStack"]
+
+
+def _residual_weights(module: nn.Module, name: str, text: TextConfig, place: dict[str, Any]) -> None:
+    """Give `module` the score norm and projection of one attention-residual read."""
+    assert text.attn_res is not None, "only attention residuals have scores"
+    setattr(module, f"{name}_norm", RMSNorm(text.hidden_size, text.attn_res.norm_eps, **place))
+    setattr(module, f"{name}_proj", Linear(text.hidden_size, 1, **place))
+
+
+class KimiK3DecoderLayer(K3Module):
+    """One decoder layer: attention (KDA or MLA), then a dense MLP or the mixture of experts."""
+
+    def __init__(
+        self,
+        text: TextConfig,
+        index: int,
+        *,
+        mesh: Mesh | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        mesh = mesh or Mesh.single()
+        self.index = index
+        self.kind = text.layer_types[index]
+        self.moe_layer = sum(1 for i in range(index) if i not in text.dense_layers)
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.input_layernorm = RMSNorm(text.hidden_size, text.norm_eps, **place)
+        self.post_attention_layernorm = RMSNorm(text.hidden_size, text.norm_eps, **place)
+        self.starts_block = text.attn_res is not None and index % text.attn_res.layers_per_block == 0
+        if text.attn_res is not None:
+            _residual_weights(self, "self_attention_res", text, place)
+            _residual_weights(self, "mlp_res", text, place)
+        if self.kind == "kda":
+            self.self_attn: nn.Module = KimiDeltaAttention(text.kda, tp=mesh.tp, **place)
+        else:
+            self.self_attn = GatedMLA(text.mla, tp=mesh.tp, **place)
+        self.is_dense = index in text.dense_layers
+        if self.is_dense:
+            self.mlp = SiTUMLP(text.hidden_size, text.intermediate_size, text.act, tp=mesh.tp, **place)
+        else:
+            assert text.moe is not None, "checked by TextConfig"
+            self.block_sparse_moe = LatentMoE(text.moe, tp=mesh.tp, **place)
+
+    @property
+    def attn_read(self) -> AttnRes:
+        """The weights of the read in front of attention."""
+        return _reader(self, "self_attention_res", self.input_layernorm)
+
+    @property
+    def mlp_read(self) -> AttnRes:
+        """The weights of the read in front of the feed-forward part."""
+        return _reader(self, "mlp_res", self.post_attention_layernorm)
+
+    def forward(self, stream: AttnResStream, batch: Batch, cache: CacheViews | None) -> None:
+        """Advance `stream` by this layer."""
+        view = cache.view(self.index) if cache is not None else None
+        hidden = stream.read(self.attn_read, closes_block=self.starts_block)
+        stream.add(self.self_attn(hidden, batch, view))
+        hidden = stream.read(self.mlp_read)
+        if self.is_dense:
+            stream.add(self.mlp(hidden))
+        else:
+            stream.add(self.block_sparse_moe(hidden, routes=batch.routes, moe_layer=self.moe_layer))
+
+
+def _reader(module: nn.Module, name: str, out_norm: RMSNorm) -> AttnRes:
+    return AttnRes(module._modules.get(f"{name}_norm"), module._modules.get(f"{name}_proj"), out_norm)  # type: ignore[arg-type]
+
+
+class LayerStack(nn.Module):
+    """Decoder layers by their number in the whole model, which may not start at 0."""
+
+    def __init__(self, layers: Mapping[int, KimiK3DecoderLayer]) -> None:
+        super().__init__()
+        for index, layer in layers.items():
+            self.add_module(str(index), layer)
+
+    def __getitem__(self, index: int) -> KimiK3DecoderLayer:
+        layer: KimiK3DecoderLayer = self.get_submodule(str(index))  # type: ignore[assignment]
+        return layer
+
+    def __iter__(self) -> Iterator[KimiK3DecoderLayer]:
+        return iter(self.children())  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+
+def _check_layers(layers: range | None, num_layers: int) -> range:
+    if layers is None:
+        return range(num_layers)
+    if not isinstance(layers, range) or layers.step != 1 or not 0 <= layers.start < layers.stop <= num_layers:
+        raise ConfigError(f"layers={layers!r} must be a non-empty range within 0..{num_layers} with step 1")
+    return layers
+
+
+class KimiK3Model(K3Module):
+    """Embedding, decoder layers, output mix and final norm; or a slice of the layers."""
+
+    def __init__(
+        self,
+        text: TextConfig,
+        *,
+        mesh: Mesh | None = None,
+        layers: range | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        mesh = mesh or Mesh.single()
+        self.text = text
+        self.layer_range = _check_layers(layers, text.num_layers)
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.has_embedding = self.layer_range.start == 0
+        self.has_output = self.has_embedding or self.layer_range.stop == text.num_layers
+        if self.has_embedding:
+            self.embed_tokens = VocabEmbedding(text.vocab_size, text.hidden_size, tp=mesh.tp, **place)
+        self.layers = LayerStack({i: KimiK3DecoderLayer(text, i, mesh=mesh, **place) for i in self.layer_range})
+        if self.has_output:
+            if text.attn_res is not None:
+                _residual_weights(self, "output_attn_res", text, place)
+            self.norm = RMSNorm(text.hidden_size, text.norm_eps, **place)
+
+    @property
+    def output_read(self) -> AttnRes:
+        """The weights of the read in front of the head."""
+        return _reader(self, "output_attn_res", self.norm)
+
+    def start(self, embeddings: Tensor, *, bank: Tensor | None = None) -> AttnResStream:
+        """Begin a stream of hidden states.
+
+        Args:
+            embeddings: `[T, D]`: token embeddings; for a slice the running sum in front of its first layer.
+            bank: `[T, ceil(first layer / layers per block), D]`: the finished blocks in front of the first layer.
+
+        Raises:
+            ConfigError: the bank does not have the rows that the first layer of this slice expects.
+        """
+        if self.text.attn_res is None:
+            return ResidualStream(embeddings, rows=0)
+        expected = self.text.attn_res.num_blocks_before(self.layer_range.start)
+        found = 0 if bank is None else bank.shape[1]
+        if found != expected:
+            raise ConfigError(
+                f"a slice that begins at layer {self.layer_range.start} needs {expected} finished blocks beside the "
+                f"running sum, got {found}"
+            )
+        rows = self.text.attn_res.num_blocks_before(self.layer_range.stop)
+        return AttnResStream(embeddings, rows=rows, bank=bank, num_blocks=expected)
+
+    def run(
+        self, stream: AttnResStream, batch: Batch, cache: CacheViews | None = None, *, taps: FeatureTap | None = None
+    ) -> AttnResStream:
+        """Advance a stream through the layers held here and return it."""
+        wanted = () if taps is None else taps.layers
+        for layer in self.layers:
+            layer(stream, batch, cache)
+            if layer.index in wanted:
+                stream.tap(taps, layer.index, self._reader_after(layer.index, taps))
+        return stream
+
+    def forward(
+        self,
+        batch: Batch,
+        cache: CacheViews | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        taps: FeatureTap | None = None,
+    ) -> Tensor:
+        """Run all layers held here; return the normed output `[T, D]`.
+
+        Args:
+            batch: T packed tokens of B requests.
+            cache: memory of each layer; None means whole sequences, stateless.
+            inputs_embeds: `[T, D]` in place of the embedding of `batch.input_ids`.
+            taps: hidden states to keep for a draft.
+
+        Raises:
+            ConfigError: no ids, ids outside the vocabulary, another device or dtype than the weights, or a slice
+                without embedding or output; nothing has been written.
+            RequestError: a sequence longer than the model's positions.
+        """
+        if not (self.has_embedding and self.has_output):
+            raise ConfigError(
+                f"this slice holds layers {self.layer_range.start}..{self.layer_range.stop - 1} only: feed it with "
+                "start() and run()"
+            )
+        if batch.max_seq > self.text.max_position_embeddings:
+            raise RequestError(
+                f"a sequence of {batch.max_seq} tokens exceeds max_position_embeddings="
+                f"{self.text.max_position_embeddings}"
+            )
+        stream = self.start(self._embed(batch, inputs_embeds))
+        return self.run(stream, batch, cache, taps=taps).read(self.output_read)
+
+    def _embed(self, batch: Batch, inputs_embeds: Tensor | None) -> Tensor:
+        weight = self.embed_tokens.weight
+        given = inputs_embeds if inputs_embeds is not None else batch.input_ids
+        if given is None:
+            raise ConfigError("the batch has no input_ids and no inputs_embeds were given")
+        if given.device != weight.device:
+            raise ConfigError(f"the input is on {given.device}, the model on {weight.device}")
+        if given.shape[0] != batch.num_tokens:
+            raise ConfigError(f"the input has {given.shape[0]} tokens, the batch describes {batch.num_tokens}")
+        if inputs_embeds is None:
+            if given.is_floating_point() or given.dtype == torch.bool:
+                raise ConfigError(f"input_ids must be integers, got {given.dtype}")
+            embedded: Tensor = self.embed_tokens(given)
+            return embedded
+        if given.dtype != weight.dtype or given.shape[1:] != weight.shape[1:]:
+            raise ConfigError(
+                f"inputs_embeds are {given.dtype} of width {given.shape[-1]}, the model has {weight.dtype} of width "
+                f"{weight.shape[1]}"
+            )
+        return given
+
+    def _reader_after(self, layer: int, taps: FeatureTap | None) -> AttnRes:
+        """Whoever reads the stream after `layer`: the next layer's attention, after the last the output."""
+        if layer + 1 in self.layer_range:
+            return self.layers[layer + 1].attn_read
+        if layer + 1 < self.text.num_layers and taps is not None and taps.kind == "mixture":
+            raise ConfigError(
+                f"the mixture after layer {layer} needs the weights of layer {layer + 1}, which this model does not hold"
+            )
+        if not self.has_output:
+            return self.layers[layer].mlp_read  # a prefix tap does not read
+        return self.output_read
+
+
+class KimiK3ForCausalLM(K3Module):
+    """The text model with its head: `model(Batch.pack([ids]))` gives float32 logits of every token."""
+
+    def __init__(
+        self,
+        config: KimiK3Config,
+        *,
+        mesh: Mesh | None = None,
+        layers: range | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        backends: str | Mapping[str, str] | None = None,
+    ) -> None:
+        """Build the model with uninitialised weights.
+
+        Args:
+            config: the model.
+            mesh: groups of ranks; default one rank.
+            layers: run only these layers.
+            dtype: of the weights; those kept wide stay fp32.
+            device: of the weights; "meta" allocates nothing.
+            backends: a family of kernels to prefer, or a mapping from ops to implementations to force.
+
+        Raises:
+            BackendUnavailable: a forced implementation does not exist or cannot run here.
+        """
+        super().__init__()
+        self.config = config
+        self.mesh = mesh or Mesh.single()
+        self.family = backends if isinstance(backends, str) else None
+        self.backends: dict[str, str] = {} if backends is None or isinstance(backends, str) else dict(backends)
+        check_forced(config, self.family, self.backends, dtype=dtype, device=device, tp_size=self.mesh.tp.size)
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
+        text = config.text
+        self.model = KimiK3Model(text, mesh=self.mesh, layers=layers, **place)
+        if self.model.has_output:
+            self.lm_head = Linear(text.hidden_size, text.vocab_size, cut="out", tp=self.mesh.tp, **place)
+
+    def forward(
+        self,
+        batch: Batch,
+        cache: CacheViews | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        taps: FeatureTap | None = None,
+        logits: Literal["all", "last"] = "all",
+    ) -> Tensor:
+        """Compute logits.
+
+        Args:
+            batch: T packed tokens of B requests.
+            cache: memory of each layer; None means whole sequences, stateless.
+            inputs_embeds: `[T, D]` in place of the embedding of `batch.input_ids`.
+            taps: hidden states to keep for a draft.
+            logits: "all" new tokens, or the "last" one of each request (zeros for a request without new tokens).
+
+        Returns:
+            float32 `[T, vocab]` or `[B, vocab]`.
+
+        Raises:
+            ConfigError, RequestError: see `KimiK3Model.forward`.
+        """
+        with self.use_backends():
+            hidden = self.model(batch, cache, inputs_embeds=inputs_embeds, taps=taps)
+            if logits == "last":
+                hidden = _last_tokens(hidden, batch)
+            scores = self.mesh.tp.all_gather(self.lm_head(hidden), dim=-1)
+        return scores.to(torch.promote_types(scores.dtype, torch.float32))
+
+    def use_backends(self) -> contextlib.AbstractContextManager[None]:
+        """The kernel preferences of this model as a context."""
+        if self.family is None and not self.backends:
+            return contextlib.nullcontext()
+        return ops.use_backend(self.family, **self.backends)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the activations."""
+        return self.model.layers[self.model.layer_range.start].input_layernorm.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.model.layers[self.model.layer_range.start].input_layernorm.weight.device
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | PathLike[str],
+        *,
+        mesh: Mesh | None = None,
+        layers: range | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        backends: str | Mapping[str, str] | None = None,
+        revision: str | None = None,
+        progress: bool = True,
+    ) -> KimiK3ForCausalLM:
+        """Load the text model of a checkpoint; vision tensors are skipped without being read.
+
+        Weights come without gradients; `requires_grad_()` turns them on.
+
+        Args:
+            path: a folder, or a name on the Hugging Face hub.
+            mesh: groups of ranks; only this rank's part is read.
+            layers: `range(0, n)` runs the first n layers only; a range that begins later is a slice (see
+                `KimiK3Model.start`). Tensors of other layers are never read.
+            dtype: None keeps the stored dtypes; float32 upcasts everything, decoded experts included.
+            device: where the weights go; default CPU.
+            backends: see the constructor.
+            revision: of a hub name.
+            progress: show a progress bar on a terminal.
+
+        Raises:
+            CheckpointError: missing, unexpected, mis-shaped or damaged tensors or files.
+            ConfigError: a configuration that is not implemented, or that does not divide over the ranks.
+            BackendUnavailable: a forced implementation cannot run here. All before anything is allocated.
+        """
+        folder = checkpoint.Folder(path, revision=revision)
+        config = KimiK3Config.from_hf(folder.config())
+        stored = folder.tensors()
+        main = dtype or checkpoint.main_dtype(stored, config)
+        with torch.device("meta"):
+            model = cls(config, mesh=mesh, layers=layers, dtype=main, backends=None)
+        model.family = backends if isinstance(backends, str) else None
+        model.backends = {} if backends is None or isinstance(backends, str) else dict(backends)
+        check_forced(config, model.family, model.backends, dtype=main, device=device, tp_size=model.mesh.tp.size)
+        checkpoint.load(model, stored, text=config.text, dtype=main, device=device or "cpu", progress=progress)
+        model.requires_grad_(requires_grad=False)
+        return model.eval()
+
+    def save_pretrained(
+        self,
+        path: str | PathLike[str],
+        *,
+        experts: ops.moe.ExpertFormat | None = None,
+        max_file_bytes: int = 5 << 30,
+        extra: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Write the released layout: `config.json` and one or several safetensors files.
+
+        Args:
+            path: folder, made if needed.
+            experts: "bf16" (unpacked, in the model's dtype), "mxfp4" or "nvfp4"; None keeps what the model holds.
+            max_file_bytes: begin another file when one is full.
+            extra: further tensors by their stored name, for example of the vision tower. Without any, the written
+                configuration is text-only.
+
+        Raises:
+            ConfigError: the model is a slice or one rank's part, or has no `config.json` to write.
+        """
+        checkpoint.save(self, self.config, path, experts=experts, max_file_bytes=max_file_bytes, extra=extra or {})
+
+
+def _last_tokens(hidden: Tensor, batch: Batch) -> Tensor:
+    last = batch.cu_seqlens[1:].long() - 1
+    if all(batch.new_tokens):
+        return hidden[last]
+    present = torch.tensor([n > 0 for n in batch.new_tokens], device=hidden.device)
+    picked = hidden[last.clamp(min=0)] if hidden.shape[0] else hidden.new_zeros(len(last), hidden.shape[1])
+    return torch.where(present[:, None], picked, 0)
+
+
+def check_forced(
+    config: KimiK3Config,
+    family: str | None,
+    backends: Mapping[str, str],
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    tp_size: int,
+) -> None:
+    """Refuse forced kernels that cannot serve this model here, before anything is built.
+
+    Raises:
+        ConfigError, BackendUnavailable: an op or implementation that does not exist, or is not able.
+    """
+    check_backends(family, backends)
+    if not backends:
+        return
+    dtype = dtype or torch.get_default_dtype()
+    specs: dict[str, Any] = {}
+    for name in ("kda_chunk", "kda_recurrent", "kda_mixer"):
+        mode: Literal["prefill", "decode"] = "prefill" if name == "kda_chunk" else "decode"
+        specs[name] = ops.KDASpec.from_config(config, tp_size=tp_size, mode=mode, dtype=dtype)
+    if config.text.moe is not None:
+        specs["experts"] = ops.ExpertsSpec.from_config(config, tp_size=tp_size, dtype=dtype)
+    kind = None if device is None else torch.device(device).type
+    with ops.use_backend(**backends):
+        for name in backends:
+            op = ops.ops()[name]
+            op.resolve(specs.get(name), target=op.local_target("cpu" if kind in {None, "cpu", "meta"} else kind))
+

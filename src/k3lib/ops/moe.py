@@ -1,0 +1,297 @@
+"""Routing and routed experts.
+
+Shapes: T packed tokens, D hidden size, L width of the experts' input, I intermediate width, E experts of this rank,
+k experts per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+
+from k3lib.config import KimiK3Config, SiTU, TextConfig
+from k3lib.errors import ConfigError
+from k3lib.ops.activation import situ_and_mul
+from k3lib.ops.packing import compute_dtype
+from k3lib.ops.quant import mxfp4_decode, nvfp4_decode
+from k3lib.ops.registry import op
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["ExpertFormat", "ExpertWeights", "ExpertsSpec", "RouteSpec", "Routing", "experts", "route"]
+
+ExpertFormat = Literal["bf16", "mxfp4", "nvfp4"]
+
+_GATHERED_ROUTES = 64  # up to so many routes the reference reads each route's matrices, above it goes expert by expert
+
+
+class Routing(NamedTuple):
+    """`ids [T, k]` int32 and `weights [T, k]` fp32."""
+
+    ids: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteSpec:
+    """Static facts of a router call."""
+
+    experts: int
+    top_k: int
+    num_groups: int
+    dtype: torch.dtype
+    replay: bool = False
+    deterministic: bool = False
+
+    @staticmethod
+    def of(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        *,
+        top_k: int,
+        num_groups: int = 1,
+        top_groups: int = 1,
+        renormalize: bool,
+        scale: float,
+        ids: Tensor | None = None,
+    ) -> RouteSpec:
+        """Facts of a call."""
+        return RouteSpec(
+            experts=weight.shape[0], top_k=top_k, num_groups=num_groups, dtype=x.dtype, replay=ids is not None
+        )
+
+
+@op(RouteSpec.of)
+def route(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    top_k: int,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    renormalize: bool,
+    scale: float,
+    ids: Tensor | None = None,
+) -> Routing:
+    """Choose experts: the `top_k` largest of `sigmoid(x·weightᵀ) + bias`; weights are the scores without the bias.
+
+    Everything in fp32, whatever the dtypes of `x`, `weight` and `bias`. With groups, a group counts as the sum of its
+    two best biased scores and only the best `top_groups` groups take part. Ties go to the lowest id. The weights are
+    divided by their sum + 1e-20 if `renormalize` and `top_k` > 1, and multiplied by `scale` always (model
+    specification, section 3.6).
+
+    Args:
+        x: `[T, D]`.
+        weight: `[E, D]`.
+        bias: `[E]`, used for the choice only.
+        top_k: experts per token.
+        num_groups: equal groups of consecutive experts.
+        top_groups: groups that take part.
+        renormalize: divide the weights by their sum.
+        scale: factor on the weights.
+        ids: `[T, k]` int32: compute weights for these experts instead of choosing (routing replay).
+
+    Returns:
+        `Routing`: ids int32 `[T, k]`, best first, and weights fp32 `[T, k]`.
+
+    Raises:
+        ConfigError: shapes do not fit.
+    """
+    num_experts = weight.shape[0]
+    if x.shape[-1] != weight.shape[-1] or bias.shape != (num_experts,):
+        raise ConfigError(f"route: x {tuple(x.shape)}, weight {tuple(weight.shape)}, bias {tuple(bias.shape)}")
+    dtype = compute_dtype(x)
+    scores = torch.sigmoid(x.to(dtype) @ weight.to(dtype).t())
+    if ids is None:
+        ids = _choose_experts(scores + bias.to(dtype), top_k, num_groups, top_groups)
+    weights = scores.gather(1, ids.long())
+    if renormalize and ids.shape[1] > 1:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return Routing(ids.to(torch.int32), weights * scale)
+
+
+def _choose_experts(biased: Tensor, top_k: int, num_groups: int, top_groups: int) -> Tensor:
+    if num_groups > top_groups:
+        grouped = biased.view(biased.shape[0], num_groups, -1)
+        group_score = grouped.topk(2, dim=-1).values.sum(-1)
+        best = group_score.sort(dim=-1, descending=True, stable=True).indices[:, :top_groups]
+        keep = torch.zeros_like(group_score, dtype=torch.bool).scatter_(1, best, value=True)
+        biased = grouped.masked_fill(~keep[..., None], -torch.inf).view_as(biased)
+    # a stable sort, unlike topk, gives ties to the lowest id
+    return biased.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+
+
+@dataclass(slots=True, eq=False)
+class ExpertWeights:
+    """The routed experts of one rank in canonical form, as stored in the checkpoint.
+
+    Attributes:
+        w13: gate rows, then up rows: `[E, 2I, L]` for "bf16" (any float dtype), uint8 `[E, 2I, L/2]` packed.
+        w2: `[E, L, I]`, packed `[E, L, I/2]`.
+        w13_scale, w2_scale: MXFP4 uint8 `[E, 2I, L/32]` / `[E, L, I/32]`; NVFP4 float8_e4m3fn with groups of 16.
+        w13_scale_2, w2_scale_2: NVFP4 fp32 `[E]`, one global scale for w1 and w3 together.
+        format: "bf16", "mxfp4" or "nvfp4".
+        first_expert: global id of the first local expert.
+    """
+
+    w13: Tensor
+    w2: Tensor
+    w13_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
+    w13_scale_2: Tensor | None = None
+    w2_scale_2: Tensor | None = None
+    format: ExpertFormat = "bf16"
+    first_expert: int = 0
+
+    @property
+    def num_experts(self) -> int:
+        """Experts held here."""
+        return self.w13.shape[0]
+
+    @property
+    def width(self) -> int:
+        """L, the input and output width of an expert."""
+        return self.w2.shape[1]
+
+    @property
+    def intermediate(self) -> int:
+        """I, the local intermediate width."""
+        return self.w13.shape[1] // 2
+
+    def decode(self, which: Tensor | int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return `w13` and `w2` of the experts `which` (local numbers) as plain matrices of `dtype`."""
+        if self.format == "bf16":
+            return self.w13[which].to(dtype), self.w2[which].to(dtype)
+        assert self.w13_scale is not None, "a packed format has scales"
+        assert self.w2_scale is not None, "a packed format has scales"
+        if self.format == "mxfp4":
+            return (
+                mxfp4_decode(self.w13[which], self.w13_scale[which], dtype),
+                mxfp4_decode(self.w2[which], self.w2_scale[which], dtype),
+            )
+        assert self.w13_scale_2 is not None, "NVFP4 has global scales"
+        assert self.w2_scale_2 is not None, "NVFP4 has global scales"
+        return (
+            nvfp4_decode(self.w13[which], self.w13_scale[which], self.w13_scale_2[which], dtype),
+            nvfp4_decode(self.w2[which], self.w2_scale[which], self.w2_scale_2[which], dtype),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """Static facts of a call of the routed experts."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    weights: ExpertFormat
+    activations: torch.dtype
+    act_fn: str = "situ"
+    ep_size: int = 1
+    deterministic: bool = False
+
+    @staticmethod
+    def of(x: Tensor, ids: Tensor, weights: Tensor, prepared: ExpertWeights, *, act_fn: SiTU) -> ExpertsSpec:
+        """Facts of a call."""
+        return ExpertsSpec(
+            experts=prepared.num_experts,
+            top_k=ids.shape[1],
+            hidden=prepared.width,
+            intermediate=prepared.intermediate,
+            weights=prepared.format,
+            activations=x.dtype,
+        )
+
+    @staticmethod
+    def from_config(
+        config: KimiK3Config | TextConfig,
+        *,
+        tp_size: int = 1,
+        ep_size: int = 1,
+        weights: ExpertFormat | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> ExpertsSpec:
+        """Facts of a model's calls; `weights=None` takes the stored format of the configuration."""
+        text = config.text if isinstance(config, KimiK3Config) else config
+        if text.moe is None:
+            raise ConfigError("ExpertsSpec: this model has no experts")
+        if weights is None:
+            stored = config.quantization if isinstance(config, KimiK3Config) else None
+            weights = stored.expert_format or "bf16" if stored else "bf16"
+        return ExpertsSpec(
+            experts=text.moe.num_experts // ep_size,
+            top_k=text.moe.top_k,
+            hidden=text.moe.expert_width,
+            intermediate=text.moe.intermediate_size // tp_size,
+            weights=weights,
+            activations=dtype,
+            ep_size=ep_size,
+        )
+
+
+@op(ExpertsSpec.of)
+def experts(x: Tensor, ids: Tensor, weights: Tensor, prepared: ExpertWeights, *, act_fn: SiTU) -> Tensor:
+    """Weighted sum of the chosen experts, `Σ_i w_i · w2_i · SiTU([w1_i; w3_i] x)`: fp32 sum, one rounding.
+
+    Packed weights are decoded here, expert by expert, and nowhere else. Each expert's output is rounded to the dtype
+    of `x` before it is weighted (model specification, section 3.6).
+
+    Args:
+        x: `[T, L]`.
+        ids: `[T, k]` int32, global expert ids; those outside this rank's range contribute nothing.
+        weights: `[T, k]` fp32.
+        prepared: the experts of this rank.
+        act_fn: the activation between the two products.
+
+    Returns:
+        `[T, L]` in the dtype of `x`.
+
+    Raises:
+        ConfigError: shapes do not fit.
+    """
+    if x.shape[-1] != prepared.width or ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
+        raise ConfigError(
+            f"experts: x {tuple(x.shape)}, ids {tuple(ids.shape)}, weights {tuple(weights.shape)} do not fit experts "
+            f"of width {prepared.width}"
+        )
+    local = ids.long() - prepared.first_expert
+    here = (local >= 0) & (local < prepared.num_experts)
+    if ids.numel() <= _GATHERED_ROUTES:
+        return _experts_by_route(x, local, here, weights, prepared, act_fn)
+    dtype = compute_dtype(x)
+    total = x.new_zeros(x.shape, dtype=dtype)
+    token, slot = here.nonzero(as_tuple=True)
+    expert = local[token, slot]
+    order = expert.argsort(stable=True)
+    counts: list[int] = torch.bincount(expert, minlength=prepared.num_experts).tolist()
+    token, weight = token[order], weights[token, slot][order].to(dtype)
+    begin = 0
+    for e, count in enumerate(counts):
+        if not count:
+            continue
+        mine = token[begin : begin + count]
+        w13, w2 = prepared.decode(e, x.dtype)
+        hidden = situ_and_mul(x[mine] @ w13.t(), beta=act_fn.beta, linear_beta=act_fn.linear_beta)
+        total = total.index_add(0, mine, (hidden @ w2.t()).to(dtype) * weight[begin : begin + count, None])
+        begin += count
+    return total.to(x.dtype)
+
+
+def _experts_by_route(
+    x: Tensor, local: Tensor, here: Tensor, weights: Tensor, prepared: ExpertWeights, act_fn: SiTU
+) -> Tensor:
+    """The same for few tokens: gather each route's matrices, two batched products."""
+    num_tokens, top_k = local.shape
+    dtype = compute_dtype(x)
+    w13, w2 = prepared.decode(torch.where(here, local, 0).flatten(), x.dtype)
+    inputs = x[:, None].expand(-1, top_k, -1).reshape(num_tokens * top_k, -1, 1)
+    hidden = situ_and_mul((w13 @ inputs).squeeze(-1), beta=act_fn.beta, linear_beta=act_fn.linear_beta)
+    out = (w2 @ hidden[..., None]).view(num_tokens, top_k, -1).to(dtype)
+    weights = weights.to(dtype).masked_fill(~here, 0)
+    return (out * weights[..., None]).sum(1).to(x.dtype)
