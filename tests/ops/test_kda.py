@@ -5,7 +5,7 @@ Shapes: T packed tokens, H heads, K key dim, V value dim, N pool rows.
 
 import dataclasses
 import math
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -352,7 +352,7 @@ def test_packed_equals_separate(op, impl, lengths, device):
 
 @pytest.mark.parametrize(("op", "impl"), IMPLS)
 def test_mixed_batch_is_bitwise_repeatable(op, impl, device):
-    lengths = [b - a for a, b in zip(AWKWARD, AWKWARD[1:], strict=False)]
+    lengths = [b - a for a, b in pairwise(AWKWARD)]
     case = kda_case(lengths, key_dim=32, value_dim=32)
     skip_unless_able(impl, dataclasses.replace(case.spec, deterministic=True))
     case = case.to(device)
@@ -674,9 +674,7 @@ def test_mixer_in_pieces_equals_one_pass(impl):
     outs, state, conv_state = [], case.state, case.conv_state
     for begin, end in [(0, 2), (2, 30), (30, 31), (31, 40)]:
         inputs = {name: x[begin:end] for name, x in case.inputs.items()}
-        piece = dataclasses.replace(
-            case, inputs=inputs, lengths=[end - begin], state=state, conv_state=conv_state
-        )
+        piece = dataclasses.replace(case, inputs=inputs, lengths=[end - begin], state=state, conv_state=conv_state)
         out, state, conv_state = piece.run(impl)
         outs.append(out)
     assert_close("out", want, torch.cat(outs), tolerance("kda_mixer", F32))

@@ -195,6 +195,21 @@ class _Call(NamedTuple):
     initial: Tensor
 
 
+def _require_shape(name: str, x: Tensor, want: tuple[int, ...]) -> None:
+    if x.shape != want:
+        raise ConfigError(f"kda: {name} has shape {tuple(x.shape)}, expected {want}")
+
+
+def _check_layer(params: KDAParams, state: Tensor | None, heads: int, key_dim: int, value_dim: int) -> None:
+    _require_shape("A_log", params.A_log, (heads,))
+    if params.dt_bias.numel() != heads * key_dim:
+        raise ConfigError(f"kda: dt_bias has {params.dt_bias.numel()} values, expected {heads} x {key_dim}")
+    if state is not None and state.shape[1:] != (heads, value_dim, key_dim):
+        raise ConfigError(
+            f"kda: state has rows {tuple(state.shape[1:])}, expected [H, V, K] = {(heads, value_dim, key_dim)}"
+        )
+
+
 def _begin(
     q: Tensor,
     k: Tensor,
@@ -210,21 +225,12 @@ def _begin(
 ) -> _Call:
     num_tokens, heads, value_dim = v.shape
     key_dim = k.shape[-1]
-    for name, got, want in (
-        ("q", q.shape, (num_tokens, heads, key_dim)),
-        ("k", k.shape, (num_tokens, heads, key_dim)),
-        ("gate", gate.shape, (num_tokens, heads, key_dim)),
-        ("beta", beta.shape, (num_tokens, heads)),
-        ("A_log", params.A_log.shape, (heads,)),
-    ):
-        if got != want:
-            raise ConfigError(f"kda: {name} has shape {tuple(got)}, expected {want}")
-    if params.dt_bias.numel() != heads * key_dim:
-        raise ConfigError(f"kda: dt_bias has {params.dt_bias.numel()} values, expected {heads} x {key_dim}")
-    if state is not None and state.shape[1:] != (heads, value_dim, key_dim):
-        raise ConfigError(
-            f"kda: state has rows {tuple(state.shape[1:])}, expected [H, V, K] = {(heads, value_dim, key_dim)}"
-        )
+    tokens_heads = (num_tokens, heads)
+    _require_shape("q", q, (*tokens_heads, key_dim))
+    _require_shape("k", k, (*tokens_heads, key_dim))
+    _require_shape("gate", gate, (*tokens_heads, key_dim))
+    _require_shape("beta", beta, tokens_heads)
+    _check_layer(params, state, heads, key_dim, value_dim)
     lengths = host_lengths(cu_seqlens, num_tokens)
     rows = host_slots(slots, state, len(lengths))
     wanted = check_saves(saves, lengths, state)
@@ -388,7 +394,7 @@ def kda_chunk(
     solved = torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True)
     u0, w = solved.split([vc.shape[-1], kc.shape[-1]], dim=-1)
     q_in = qc * grown
-    remaining = log_decay.flip(2).cumsum(2).flip(2)[:, :, 1:]  # not G_C − G_j, see _decayed_products
+    remaining = log_decay.flip(2).cumsum(2).flip(2)[:, :, 1:]  # log decay after each token
     k_out = kc * F.pad(remaining, (0, 0, 0, 1)).exp()
     last = grown[:, :, -1:]
 
@@ -461,16 +467,27 @@ def _rounds(lengths: list[int], saves: list[tuple[int, int, int]]) -> Iterator[t
 def _decayed_products(k: Tensor, q: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
     """`Σ_c x_i k_j e^{G_i − G_j}` for j ≤ i, else 0, with x = k and x = q: two `[chunks, H, CHUNK, CHUNK]`."""
     size = log_decay.shape[2]
-    earlier = torch.ones(size, size, dtype=torch.bool, device=k.device).tril(-1)[:, :, None]
     step = max(1, _PAIRWISE_ELEMENTS // (log_decay.shape[1] * size * size * log_decay.shape[3]))
     parts = []
     for kp, qp, gp in zip(k.split(step), q.split(step), log_decay.split(step), strict=True):
-        # G_i − G_j as the sum over j < m ≤ i: as a difference it cancels when one token forgets much more than the rest
-        decay = torch.where(earlier, gp[:, :, :, None], 0).cumsum(2).exp()
+        decay = _sums_since(gp).exp()
         decayed = decay * kp[:, :, None]  # [n, H, i, j, K]
         parts.append(decayed @ torch.stack([kp, qp], dim=-1))  # [n, H, i, j, 2]
     both = torch.cat(parts)
     return both[..., 0].tril(), both[..., 1].tril()
+
+
+def _sums_since(x: Tensor) -> Tensor:
+    """`Σ_{j<m≤i} x_m` of `[n, H, C, K]` as `[n, H, i, j, K]`; 0 for j ≥ i.
+
+    Not as a difference of running sums, which cancels when one token forgets much more than its neighbours.
+    """
+    row = torch.zeros_like(x)
+    rows = [row]
+    for i in range(1, x.shape[2]):
+        row = torch.cat([row[:, :, :i] + x[:, :, i, None], row[:, :, i:]], dim=2)
+        rows.append(row)
+    return torch.stack(rows, dim=2)
 
 
 @op(KDASpec.of_mixer, default="composed", supports=no_verify)
@@ -527,6 +544,11 @@ def kda_mixer(
         raise ConfigError("kda_mixer: state and conv_state must be given together, or both left out")
     if state is not None and conv_state is not None and state.shape[0] != conv_state.shape[0]:
         raise ConfigError(f"kda_mixer: state has {state.shape[0]} rows, conv_state has {conv_state.shape[0]}")
+    # all of it before the convolution, which writes
+    _require_shape("beta", beta, (num_tokens, heads))
+    _require_shape("out_gate", out_gate, (num_tokens, heads, value_dim))
+    _require_shape("norm_weight", norm_weight, (value_dim,))
+    _check_layer(params, state, heads, key_dim, value_dim)
     mixed = short_conv(
         qkv, conv_weight, conv_state=conv_state, slots=slots, cu_seqlens=cu_seqlens, saves=saves, verify=verify
     )
