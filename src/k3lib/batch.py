@@ -272,9 +272,10 @@ class Batch:
         width = max((len(p) for p in page_tables), default=0)
         table = torch.tensor([[*p, *[0] * (width - len(p))] for p in page_tables], dtype=torch.int32)
         table = table.reshape(len(totals), width)
-        counts = torch.tensor(self.new_tokens)
+        counts = torch.tensor(self.new_tokens, dtype=torch.int64)
         request = torch.repeat_interleave(torch.arange(len(totals)), counts)
-        first = torch.tensor(self.cached_tokens) - torch.tensor([0, *accumulate(self.new_tokens)][:-1])
+        before = [0, *accumulate(self.new_tokens)][:-1]
+        first = torch.tensor([c - b for c, b in zip(self.cached_tokens, before, strict=True)], dtype=torch.int64)
         position = torch.arange(self.num_tokens) + first[request]
         rows = table[request, position // page_size].long() * page_size + position % page_size
         self.page_table = table.to(device) if device is not None else table

@@ -98,12 +98,15 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         raise CheckpointError(f"{file}: its header is damaged ({error})") from error
     infos = {}
     end = 0
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        first, last = entry["data_offsets"]
-        infos[name] = TensorInfo(name, entry["dtype"], tuple(entry["shape"]), file, last - first)
-        end = max(end, last)
+    try:
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            first, last = entry["data_offsets"]
+            infos[name] = TensorInfo(name, entry["dtype"], tuple(entry["shape"]), file, last - first)
+            end = max(end, last)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file}: its header is damaged (it does not describe tensors)") from error
     if size < 8 + length + end:
         raise CheckpointError(f"{file}: cut off: {size} bytes, its header promises {8 + length + end}")
     return infos
@@ -151,7 +154,7 @@ class Folder:
         return value
 
     def config(self) -> dict[str, Any]:
-        """The parsed `config.json`; a manifest in `hf_quant_config.json` is added if it has none of its own."""
+        """The parsed `config.json`."""
         return self.json("config.json")
 
     def tensors(self) -> dict[str, TensorInfo]:
@@ -167,8 +170,8 @@ class Folder:
                 raise CheckpointError(f"{self.path}: there is neither {INDEX} nor {SINGLE}")
             return read_header(single)
         weight_map = self.json(INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise CheckpointError(f"{index_file}: there is no weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise CheckpointError(f"{index_file}: there is no weight_map from tensor names to file names")
         headers = {name: read_header(self.file(name)) for name in sorted(set(weight_map.values()))}
         absent = [f"{name} (in {file})" for name, file in weight_map.items() if name not in headers[file]]
         if absent:
@@ -539,7 +542,7 @@ class _Source:
 def _decode(source: _Source, form: Form, parts: dict[str, TensorInfo], dtype: torch.dtype) -> Tensor:
     weight, scale = source.read(parts["weight"]).clone(), source.read(parts["scale"]).clone()
     if form == "mxfp4":
-        quant.check_mxfp4(parts["scale"].name, weight, scale)
+        quant.check_mxfp4(parts["scale"].name, weight, scale, dtype)
         return quant.mxfp4_decode(weight, scale, dtype)
     if form == "nvfp4":
         return quant.nvfp4_decode(weight, scale, source.read(parts["scale_2"]).clone(), dtype)
@@ -586,8 +589,9 @@ def _fill_experts(
     w13_scale, w2_scale = stacks["scale"]
     if form == "mxfp4":
         for e, expert in enumerate(parts):
-            quant.check_mxfp4(expert["w1"]["scale"].name, w13[e], w13_scale[e])
-            quant.check_mxfp4(expert["w2"]["scale"].name, w2[e], w2_scale[e])
+            quant.check_mxfp4(expert["w1"]["scale"].name, w13[e, :local], w13_scale[e, :local], plain)
+            quant.check_mxfp4(expert["w3"]["scale"].name, w13[e, local:], w13_scale[e, local:], plain)
+            quant.check_mxfp4(expert["w2"]["scale"].name, w2[e], w2_scale[e], plain)
         module.set_packed(ExpertWeights(w13, w2, w13_scale, w2_scale, format="mxfp4"))
         return
     globals_: dict[str, list[float]] = {w: [float(source.read(x[w]["scale_2"])) for x in parts] for w in parts[0]}

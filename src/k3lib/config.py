@@ -397,6 +397,50 @@ _FIXED: dict[str, tuple[Any, ...]] = {  # keys with the values that are implemen
 }
 
 
+# JSON types of the keys, where a wrong one would pass for another value or fail far away.
+_KINDS: tuple[tuple[str, tuple[type, ...], frozenset[str]], ...] = (
+    (
+        "an integer",
+        (int,),
+        frozenset(
+            {
+                "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "first_k_dense_replace",
+                "num_experts", "num_experts_per_token", "num_shared_experts", "num_expert_group", "topk_group",
+                "short_conv_kernel_size", "num_heads", "head_dim", "attn_res_block_size", "qkv_hidden_size",
+                "vt_num_attention_heads", "vt_num_hidden_layers", "vt_hidden_size", "target_num_hidden_layers",
+                "num_target_layers", "bos_token_id", "eos_token_id", "pad_token_id", "media_placeholder_token_id",
+            }
+        ),
+    ),
+    (
+        "a number",
+        (int, float),
+        frozenset(
+            {
+                "activation_situ_beta", "activation_situ_linear_beta", "gate_lower_bound", "rms_norm_eps",
+                "routed_scaling_factor", "latent_norm_eps", "projector_ln_eps",
+            }
+        ),
+    ),
+    (
+        "true or false",
+        (bool,),
+        frozenset(
+            {
+                "mla_use_output_gate", "latent_moe_use_norm", "moe_renormalize", "use_grouped_topk",
+                "use_full_rank_gate", "enable_confidence_head",
+            }
+        ),
+    ),
+    (
+        "a list of integers",
+        (list, tuple),
+        frozenset({"kda_layers", "full_attn_layers", "merge_kernel_size", "target_layer_ids"}),
+    ),
+    ("an object", (dict,), frozenset({"linear_attn_config", "quantization_config", "vision_config", "dflash_config"})),
+)  # fmt: skip
+
+
 class _Reader:
     """A mapping that remembers which keys were read."""
 
@@ -408,7 +452,12 @@ class _Reader:
     def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - JSON
         self.seen.add(key)
         value = self.values.get(key)
-        return default if value is None else value
+        if value is None:
+            return default
+        for expected, types, keys in _KINDS:
+            if key in keys and not _is_kind(value, types):
+                raise ConfigError(f"{self.where}: {key}={value!r}; expected {expected}")
+        return value
 
     def need(self, key: str) -> Any:  # noqa: ANN401 - JSON
         value = self.get(key)
@@ -441,6 +490,12 @@ class _Reader:
             logger.debug("%s: keys ignored: %s", self.where, ", ".join(sorted(unread)))
 
 
+def _is_kind(value: Any, types: tuple[type, ...]) -> bool:  # noqa: ANN401 - JSON
+    if isinstance(value, bool):  # which is an int to Python
+        return bool in types
+    return isinstance(value, types) and (list not in types or all(type(x) is int for x in value))
+
+
 def _read_config(config: Mapping[str, Any]) -> KimiK3Config:
     if "dflash_config" in config or "target_layer_ids" in config:
         raise ConfigError(
@@ -462,7 +517,7 @@ def _read_config(config: Mapping[str, Any]) -> KimiK3Config:
     top.seen.update({"text_config", "vision_config"})
     if "tie_word_embeddings" in top.values:
         top.fixed("tie_word_embeddings")
-    vision = top.values.get("vision_config") if nested else None
+    vision = top.get("vision_config") if nested else None
     top.finish()
 
     dtype = str(config.get("dtype") or config.get("torch_dtype") or text.values.get("dtype") or "bfloat16")

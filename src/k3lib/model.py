@@ -28,6 +28,7 @@ from k3lib.layers import (
     SiTUMLP,
     VocabEmbedding,
 )
+from k3lib.layers.linear import fuse
 from k3lib.ops.registry import check_backends
 from k3lib.parallel import Mesh
 
@@ -397,6 +398,7 @@ class KimiK3ForCausalLM(K3Module):
         check_forced(config, model.family, model.backends, dtype=main, device=device, tp_size=model.mesh.tp.size)
         checkpoint.load(model, stored, text=config.text, dtype=main, device=device or "cpu", progress=progress)
         model.requires_grad_(requires_grad=False)
+        fuse(model)
         return model.eval()
 
     def save_pretrained(

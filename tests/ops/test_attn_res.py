@@ -116,10 +116,17 @@ def test_matches_the_online_softmax(impl, num_blocks, device):
     prefix, delta, bank, weight = draw(5, 32), draw(5, 32, seed=1), draw(5, 8, 32, seed=2), draw(32, seed=3)
     bank[:, num_blocks:] = torch.nan
     out, new = able(
-        impl, prefix.to(device), delta.to(device), bank.to(device), score_weight=weight.to(device), num_blocks=num_blocks
+        impl,
+        prefix.to(device),
+        delta.to(device),
+        bank.to(device),
+        score_weight=weight.to(device),
+        num_blocks=num_blocks,
     )
     p = prefix + delta
-    assert_close("out", online(torch.cat([bank[:, :num_blocks], p[:, None]], 1), weight), out, tolerance("attn_res", F32))
+    assert_close(
+        "out", online(torch.cat([bank[:, :num_blocks], p[:, None]], 1), weight), out, tolerance("attn_res", F32)
+    )
     assert_close("prefix", p, new, tolerance("attn_res", F32))
 
 
@@ -145,7 +152,9 @@ def test_empty_bank_is_the_identity(impl, device):
 @every_impl
 def test_zero_query_gives_the_plain_mean(impl, blocks, device):
     rows = draw(3, blocks, 8)
-    out, _ = able(impl, rows[:, -1].to(device), None, rows[:, :-1].to(device), score_weight=torch.zeros(8, device=device))
+    out, _ = able(
+        impl, rows[:, -1].to(device), None, rows[:, :-1].to(device), score_weight=torch.zeros(8, device=device)
+    )
     assert_close("out", rows.mean(1), out, tolerance("attn_res", F32))
 
 
@@ -166,7 +175,9 @@ def test_large_scores_do_not_overflow(impl, device):
 
 @every_impl
 def test_out_norm_is_the_rms_norm_of_the_mixture(impl, device):
-    x, bank, weight, norm = (t.to(device) for t in (draw(4, 16), draw(4, 2, 16, seed=1), draw(16, seed=2), draw(16, seed=3)))
+    x, bank, weight, norm = (
+        t.to(device) for t in (draw(4, 16), draw(4, 2, 16, seed=1), draw(16, seed=2), draw(16, seed=3))
+    )
     mixture, _ = able(impl, x, None, bank, score_weight=weight)
     out, _ = able(impl, x, None, bank, score_weight=weight, out_norm_weight=norm)
     assert_close("out", rms_norm.reference(mixture, norm, eps=1e-5), out, tolerance("attn_res", F32))
@@ -198,7 +209,13 @@ def test_write_may_replace_a_row_that_was_just_read():
 def test_without_a_write_nothing_is_touched(impl, device):
     given = [t.to(device) for t in (draw(4, 16), draw(4, 16, seed=1), draw(4, 3, 16, seed=2))]
     before = [t.clone() for t in given]
-    able(impl, *given, score_weight=draw(16, seed=3).to(device), out_norm_weight=draw(16, seed=4).to(device), num_blocks=2)
+    able(
+        impl,
+        *given,
+        score_weight=draw(16, seed=3).to(device),
+        out_norm_weight=draw(16, seed=4).to(device),
+        num_blocks=2,
+    )
     assert all(a.equal(b) for a, b in zip(given, before, strict=True))
 
 

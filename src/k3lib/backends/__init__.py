@@ -15,7 +15,7 @@ __all__ = ["ADAPTERS", "FAILED", "GROUP", "load_all"]
 logger = logging.getLogger(__name__)
 
 GROUP = "k3lib.backends"
-ADAPTERS: tuple[str, ...] = ()
+ADAPTERS = ("cpu",)
 FAILED: dict[str, str] = {}  # entry point -> why it could not be loaded; shown by `k3lib doctor`
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import itertools
 import logging
 import queue
@@ -76,6 +77,8 @@ class Engine:
         self.max_running = self.config.max_running_requests or cache.num_slots
         self._waiting: list[Request] = []
         self._running: dict[str, _Running] = {}
+        # outputs for `generate` and `stream`, whoever makes the step
+        self._inboxes: dict[str, collections.deque[StepOutput]] = {}
         self._names = itertools.count(1)
         self._finished = 0
 
@@ -125,7 +128,7 @@ class Engine:
         self.check_request(request)
         if not request.request_id:
             request.request_id = f"request-{next(self._names)}"
-        if request.request_id in self._running or any(r.request_id == request.request_id for r in self._waiting):
+        if self._knows(request.request_id):
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
         self._waiting.append(request)
         return request.request_id
@@ -155,12 +158,16 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Advance: admit what fits, then one prefill step, or one decode step if every prompt is done."""
         outputs = self._admit()
-        prefill = self._prefill_work()
-        if prefill:
-            return outputs + self._run(prefill, "prefill")
-        decode = [(running, running.todo) for running in self._running.values()]
-        if decode:
-            outputs += self._run(decode, "decode")
+        work: list[tuple[_Running, list[int]]] = self._prefill_work()
+        mode = "prefill" if work else "decode"
+        try:
+            work = work or [(running, running.todo) for running in self._running.values()]
+            if work:
+                outputs += self._run(work, mode)
+        finally:
+            for out in outputs:
+                if (inbox := self._inboxes.get(out.request_id or "")) is not None:
+                    inbox.append(out)
         return outputs
 
     def _admit(self) -> list[StepOutput]:
@@ -260,21 +267,16 @@ class Engine:
         requests = [Request(self._ids(p), q) for p, q in zip(prompts, each, strict=True)]
         for request in requests:
             self.check_request(request)
-        names = [self.add(request) for request in requests]
-        tokens: dict[str, list[int]] = {name: [] for name in names}
-        ends: dict[str, FinishReason] = {}
+        names = [self._submit(request) for request in requests]
         try:
-            while len(ends) < len(names):
-                for out in self.step():
-                    if out.request_id in tokens:
-                        tokens[out.request_id] += out.token_ids
-                        if out.finish is not None:
-                            ends[out.request_id] = out.finish
+            results = [list(self._outputs(name)) for name in names]
         finally:
             for name in names:
-                if name not in ends:
-                    self.abort(name)
-        return [Output(n, r.prompt_ids, tokens[n], ends[n]) for n, r in zip(names, requests, strict=True)]
+                self._forget(name)
+        return [
+            Output(n, r.prompt_ids, [i for out in outs for i in out.token_ids], outs[-1].finish or "abort")
+            for n, r, outs in zip(names, requests, results, strict=True)
+        ]
 
     def stream(self, prompt: Sequence[int] | str, params: SamplingParams | None = None, **sampling: Any) -> Iterator[int]:  # noqa: ANN401
         """Yield the tokens of one request as they come: `stream(ids, max_new_tokens=16)`.
@@ -289,20 +291,40 @@ class Engine:
         """
         if params is not None and sampling:
             raise ConfigError(f"stream: give params or single fields, not both ({', '.join(sampling)})")
-        name = self.add(Request(self._ids(prompt), params or SamplingParams(**sampling)))
-        return self._tokens(name)
+        request = Request(self._ids(prompt), params or SamplingParams(**sampling))
+        self.check_request(request)
+        return self._tokens(request)
 
-    def _tokens(self, name: str) -> Iterator[int]:
-        finish = None
+    def _tokens(self, request: Request) -> Iterator[int]:
+        name = self._submit(request)
         try:
-            while finish is None:
-                for out in self.step():
-                    if out.request_id == name:
-                        finish = out.finish
-                        yield from out.token_ids
+            for out in self._outputs(name):
+                yield from out.token_ids
         finally:
-            if finish is None:
-                self.abort(name)
+            self._forget(name)
+
+    def _submit(self, request: Request) -> str:
+        name = self.add(request)
+        self._inboxes[name] = collections.deque()
+        return name
+
+    def _outputs(self, name: str) -> Iterator[StepOutput]:
+        """Outputs of a submitted request to its end, with steps as needed; "abort" if somebody dropped it."""
+        inbox = self._inboxes[name]
+        finish = None
+        while finish is None:
+            while not inbox and self._knows(name):
+                self.step()
+            out = inbox.popleft() if inbox else StepOutput([], "abort", request_id=name)
+            finish = out.finish
+            yield out
+
+    def _forget(self, name: str) -> None:
+        del self._inboxes[name]
+        self.abort(name)
+
+    def _knows(self, name: str) -> bool:
+        return name in self._running or any(request.request_id == name for request in self._waiting)
 
     def _ids(self, prompt: Sequence[int] | str) -> list[int]:
         if isinstance(prompt, str):
@@ -321,6 +343,7 @@ class AsyncEngine:
         self._commands: queue.Queue[tuple[str, Any]] = queue.Queue()
         self._sinks: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[StepOutput]]] = {}
         self._names = itertools.count(1)
+        self._is_closed = False
         self._thread = threading.Thread(target=self._loop, name="k3lib-engine", daemon=True)
         self._thread.start()
 
@@ -331,6 +354,7 @@ class AsyncEngine:
 
         Raises:
             RequestError: the request can never run; raised before anything is queued.
+            ConfigError: the engine was closed.
         """
         if media:
             raise RequestError("this engine does not take images", param="messages")
@@ -338,6 +362,9 @@ class AsyncEngine:
         self.engine.check_request(request)
         sink: asyncio.Queue[StepOutput] = asyncio.Queue()
         self._sinks[request.request_id] = (asyncio.get_running_loop(), sink)
+        if self._is_closed:  # looked at after the sink is known: a later close() finds it
+            del self._sinks[request.request_id]
+            raise ConfigError("generate: this engine was closed")
         self._commands.put(("add", request))
         finish = None
         try:
@@ -352,6 +379,7 @@ class AsyncEngine:
 
     def close(self) -> None:
         """Stop the thread; running requests end with "abort"."""
+        self._is_closed = True
         self._commands.put(("stop", None))
         self._thread.join()
 

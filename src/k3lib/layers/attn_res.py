@@ -39,8 +39,7 @@ class AttnRes(NamedTuple):
         assert self.score_norm is not None, "only attention residuals have scores"
         assert self.score_proj is not None, "only attention residuals have scores"
         gamma, w = self.score_norm.weight, self.score_proj.weight[0]
-        dtype = torch.promote_types(gamma.dtype, torch.float32)
-        return gamma.to(dtype) * w.to(dtype)
+        return gamma * w if gamma.dtype == torch.float64 else gamma.float() * w.float()
 
 
 class AttnResStream:

@@ -14,7 +14,7 @@ from torch import nn
 from k3lib import ops
 from k3lib.batch import Batch, KDAState
 from k3lib.errors import CheckpointError, ConfigError
-from k3lib.layers.linear import K3Module, Linear, Shard, parameter, shard_range, wide_dtype
+from k3lib.layers.linear import Fused, K3Module, Linear, Shard, parameter, shard_range, wide_dtype
 from k3lib.layers.norm import GatedRMSNorm
 from k3lib.parallel.group import LOCAL, Group
 
@@ -115,8 +115,15 @@ class KimiDeltaAttention(K3Module):
         else:
             self.g_a_proj = Linear(hidden, config.gate_rank, **place)
             self.g_b_proj = heads(values, config.gate_rank)
+        out_gate = self.g_proj if config.full_rank_gate else self.g_a_proj
+        self._front = Fused(self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.b_proj, out_gate)
+        self._conv = Fused(self.q_conv1d, self.k_conv1d, self.v_conv1d)
         self.o_norm = GatedRMSNorm(values, config.norm_eps, dtype=dtype, device=device)
         self.o_proj = Linear(config.num_heads * values, hidden, cut="in", unit=values, tp=tp, **place)
+
+    def fused_parts(self) -> Sequence[Fused]:
+        """Projections of the layer input, and the convolutions."""
+        return (self._front, self._conv)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # noqa: ANN401
         name = f"{prefix}A_log"
@@ -169,18 +176,20 @@ class KimiDeltaAttention(K3Module):
         """
         if cache is not None and batch.slots is None:
             raise ConfigError("KimiDeltaAttention: a state was given, but the batch has no slots")
-        c, shape = self.config, (x.shape[0], self.num_heads, -1)
-        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
-        gate = self.f_b_proj(self.f_a_proj(x)).view(shape)
-        out_gate = self.g_proj(x) if c.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
-        conv_weight = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
+        c, tokens, heads = self.config, x.shape[0], self.num_heads
+        channels = heads * (2 * c.key_dim + c.value_dim)
+        gate_width = heads * c.value_dim if c.full_rank_gate else c.gate_rank
+        qkv, low_rank, beta, out_gate = self._front(x).split([channels, c.gate_rank, heads, gate_width], dim=-1)
+        gate = self.f_b_proj(low_rank).view(tokens, heads, c.key_dim)
+        if not c.full_rank_gate:
+            out_gate = self.g_b_proj(out_gate)
         out = ops.kda_mixer(
             qkv,
             gate,
-            self.b_proj(x),
-            out_gate.view(shape),
-            params=ops.KDAParams(self.A_log[: self.num_heads], self.dt_bias.view(self.num_heads, -1), c.gate_lower_bound),
-            conv_weight=conv_weight,
+            beta,
+            out_gate.view(tokens, heads, c.value_dim),
+            params=ops.KDAParams(self.A_log[:heads], self.dt_bias.view(heads, c.key_dim), c.gate_lower_bound),
+            conv_weight=self._conv.joined().squeeze(1),
             norm_weight=self.o_norm.weight,
             norm_eps=self.o_norm.eps,
             scale=c.scale,

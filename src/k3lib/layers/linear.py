@@ -16,16 +16,18 @@ from k3lib.errors import ConfigError
 from k3lib.parallel.group import LOCAL, Group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
 __all__ = [
+    "Fused",
     "K3Module",
     "Linear",
     "Placement",
     "Shard",
     "VocabEmbedding",
+    "fuse",
     "parameter",
     "placement",
     "shard_range",
@@ -108,6 +110,10 @@ class K3Module(nn.Module):
 
     wide: tuple[str, ...] = ()
 
+    def fused_parts(self) -> Sequence[Fused]:
+        """Groups of weights that read the same input."""
+        return ()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> K3Module:  # noqa: FBT001, FBT002
         kept = {name: self._parameters[name].data for name in self.wide if self._parameters.get(name) is not None}  # type: ignore[union-attr]
         super()._apply(fn, recurse)
@@ -162,6 +168,64 @@ class Linear(K3Module):
     def extra_repr(self) -> str:
         """Show the shape."""
         return f"{self.weight.shape[1]} -> {self.weight.shape[0]}"
+
+
+class Fused:
+    """Weights of modules that read the same input, side by side in one tensor while gradients are off.
+
+    `fuse` moves the weights into one tensor and makes each parameter a view of its part, so names, checkpoints and
+    in-place updates stay as they are. Whoever replaces a parameter or hooks a module gets the separate modules back.
+    """
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self.modules = modules
+        self.weight: Tensor | None = None
+        self._places: list[int] = []
+
+    def fuse(self) -> None:
+        """Join the weights along their first axis; weights of different dtypes stay apart."""
+        weights = [module._parameters["weight"] for module in self.modules]
+        if any(w is None or w.is_meta or w.dtype != weights[0].dtype for w in weights):  # type: ignore[union-attr]
+            return
+        joined = torch.cat([w.data for w in weights if w is not None])
+        first = 0
+        for w in weights:
+            assert w is not None, "checked above"
+            w.data = joined.narrow(0, first, w.shape[0])
+            first += w.shape[0]
+        self.weight = joined
+        self._places = [w.data_ptr() for w in weights if w is not None]
+
+    def intact(self) -> Tensor | None:
+        """The joined weight, or None if it may not be used."""
+        if self.weight is None:
+            return None
+        records = torch.is_grad_enabled()
+        for module, place in zip(self.modules, self._places, strict=True):
+            weight = module._parameters["weight"]
+            if weight is None or weight.data_ptr() != place or module._forward_hooks or (records and weight.requires_grad):
+                return None
+        return self.weight
+
+    def joined(self) -> Tensor:
+        """All weights side by side, from the joined tensor or put together now."""
+        weight = self.intact()
+        return torch.cat([m.weight for m in self.modules]) if weight is None else weight  # type: ignore[misc]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Apply linear layers to `[..., in]`; their outputs side by side."""
+        weight = self.intact()
+        if weight is None:
+            return torch.cat([module(x) for module in self.modules], dim=-1)
+        return F.linear(x, weight)
+
+
+def fuse(model: nn.Module) -> None:
+    """Join the weights of all modules that read the same input; see `Fused`."""
+    for module in model.modules():
+        if isinstance(module, K3Module):
+            for part in module.fused_parts():
+                part.fuse()
 
 
 class VocabEmbedding(K3Module):

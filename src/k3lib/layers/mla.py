@@ -12,11 +12,13 @@ import torch
 from k3lib import ops
 from k3lib.batch import Batch, LatentPages
 from k3lib.errors import ConfigError
-from k3lib.layers.linear import K3Module, Linear, Shard, shard_range
+from k3lib.layers.linear import Fused, K3Module, Linear, Shard, shard_range
 from k3lib.layers.norm import RMSNorm
 from k3lib.parallel.group import LOCAL, Group
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from k3lib.config import MLAConfig
@@ -59,7 +61,17 @@ class GatedMLA(K3Module):
         self.kv_b_proj = heads(c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
         if c.output_gate:
             self.g_proj = heads(c.v_head_dim, c.hidden_size)
+        front = [self.q_proj if c.q_lora_rank is None else self.q_a_proj, self.kv_a_proj_with_mqa]
+        self._widths = [front[0].weight.shape[0], c.kv_lora_rank, c.qk_rope_head_dim]
+        if c.output_gate:
+            front.append(self.g_proj)
+            self._widths.append(self.num_heads * c.v_head_dim)
+        self._front = Fused(*front)
         self.o_proj = Linear(c.num_heads * c.v_head_dim, c.hidden_size, cut="in", unit=c.v_head_dim, tp=tp, **place)
+
+    def fused_parts(self) -> Sequence[Fused]:
+        """Projections of the layer input."""
+        return (self._front,)
 
     def new_pages(
         self,
@@ -94,7 +106,9 @@ class GatedMLA(K3Module):
         Returns:
             `[T, D]`.
         """
-        q, latent = self._queries(x), self._latent(x)
+        front, latent, shared, *gate = self._front(x).split(self._widths, dim=-1)
+        q = self._queries(front)
+        latent = torch.cat([self.kv_a_layernorm(latent), shared], dim=-1)  # the shared part is not normed
         if cache is not None:
             if batch.rows is None or batch.page_table is None or batch.key_lens is None:
                 raise ConfigError("GatedMLA: pages were given, but the batch has no page_table, rows and key_lens")
@@ -104,22 +118,15 @@ class GatedMLA(K3Module):
         else:
             out = self._attend_absorbed(q, batch, cache)
         out = out.flatten(1)
-        if self.config.output_gate:
-            out = out * torch.sigmoid(self.g_proj(x))
+        if gate:
+            out = out * torch.sigmoid(gate[0])
         projected: Tensor = self.o_proj(out)
         return projected
 
-    def _queries(self, x: Tensor) -> Tensor:
-        """`[T, H, nope + R]`."""
-        q = self.q_proj(x) if self.config.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        return q.view(x.shape[0], self.num_heads, self.config.qk_head_dim)
-
-    def _latent(self, x: Tensor) -> Tensor:
-        """`[T, L + R]`: the normed latent and the shared key part, which is not normed."""
-        latent, shared = self.kv_a_proj_with_mqa(x).split(
-            [self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1
-        )
-        return torch.cat([self.kv_a_layernorm(latent), shared], dim=-1)
+    def _queries(self, front: Tensor) -> Tensor:
+        """`[T, H, nope + R]` from the full or the low-rank projection."""
+        q = front if self.config.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(front))
+        return q.reshape(front.shape[0], self.num_heads, self.config.qk_head_dim)
 
     def _expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Keys `[n, H, nope + R]` and values `[n, H, v]` of latent rows."""
@@ -157,7 +164,7 @@ class GatedMLA(K3Module):
         weight = self.kv_b_proj.weight.view(self.num_heads, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
         w_uk, w_uv = weight.split([c.qk_nope_head_dim, c.v_head_dim], dim=1)
         plain, shared = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-        absorbed = torch.einsum("thd,hdl->thl", plain, w_uk)
+        absorbed = (plain.transpose(0, 1) @ w_uk).transpose(0, 1)  # [T, H, L]
         out = ops.mla_decode(
             torch.cat([absorbed, shared], dim=-1),
             cache.pages,
@@ -167,4 +174,5 @@ class GatedMLA(K3Module):
             cu_seqlens=batch.cu_seqlens,
             scale=c.scale,
         )
-        return torch.einsum("thl,hdl->thd", out, w_uv)
+        assert isinstance(out, torch.Tensor), "no lse was asked for"
+        return (out.transpose(0, 1) @ w_uv.mT).transpose(0, 1)

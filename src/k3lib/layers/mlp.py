@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from k3lib import ops
-from k3lib.layers.linear import K3Module, Linear
+from k3lib.layers.linear import Fused, K3Module, Linear
 from k3lib.parallel.group import LOCAL, Group
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from k3lib.config import SiTU
@@ -36,10 +36,14 @@ class SiTUMLP(K3Module):
         place: dict[str, Any] = {"tp": tp, "dtype": dtype, "device": device}
         self.gate_proj = Linear(hidden_size, intermediate_size, cut="out", **place)
         self.up_proj = Linear(hidden_size, intermediate_size, cut="out", **place)
+        self._front = Fused(self.gate_proj, self.up_proj)
         self.down_proj = Linear(intermediate_size, hidden_size, cut="in", **place)
+
+    def fused_parts(self) -> Sequence[Fused]:
+        """Gate and up projection."""
+        return (self._front,)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply to `[T, hidden]`."""
-        both = torch.cat([self.gate_proj(x), self.up_proj(x)], dim=-1)
-        out: Tensor = self.down_proj(ops.situ_and_mul(both, beta=self.act.beta, linear_beta=self.act.linear_beta))
+        out: Tensor = self.down_proj(ops.situ_and_mul(self._front(x), beta=self.act.beta, linear_beta=self.act.linear_beta))
         return out

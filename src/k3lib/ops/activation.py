@@ -9,7 +9,7 @@ import torch
 
 from k3lib.errors import ConfigError
 from k3lib.ops.packing import compute_dtype
-from k3lib.ops.registry import op
+from k3lib.ops.registry import intern_spec, op
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +29,7 @@ class SiTUSpec:
     @staticmethod
     def of(x: Tensor, *, beta: float, linear_beta: float | None) -> SiTUSpec:
         """Facts of a call."""
-        return SiTUSpec(width=x.shape[-1] // 2, dtype=x.dtype, capped_up=linear_beta is not None)
+        return intern_spec(SiTUSpec, x.shape[-1] // 2, x.dtype, linear_beta is not None)
 
 
 @op(SiTUSpec.of)

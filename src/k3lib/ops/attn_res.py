@@ -13,7 +13,7 @@ import torch
 from k3lib.errors import ConfigError
 from k3lib.ops.norm import rms_norm
 from k3lib.ops.packing import compute_dtype
-from k3lib.ops.registry import op
+from k3lib.ops.registry import intern_spec, op
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,13 +47,14 @@ class AttnResSpec:
         out_eps: float,
     ) -> AttnResSpec:
         """Facts of a call."""
-        return AttnResSpec(
-            hidden=bank.shape[-1],
-            num_blocks=num_blocks,
-            dtype=bank.dtype,
-            adds=prefix is not None and delta is not None,
-            writes=write_block is not None,
-            norms=out_norm_weight is not None,
+        return intern_spec(
+            AttnResSpec,
+            bank.shape[-1],
+            num_blocks,
+            bank.dtype,
+            prefix is not None and delta is not None,
+            write_block is not None,
+            out_norm_weight is not None,
         )
 
 

@@ -26,7 +26,7 @@ from k3lib.ops.packing import (
     tokens_per_request,
     verify_kind,
 )
-from k3lib.ops.registry import op
+from k3lib.ops.registry import intern_spec, op
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,14 +61,15 @@ class ConvSpec:
         verify: VerifyScratch | None = None,
     ) -> ConvSpec:
         """Facts of a call."""
-        return ConvSpec(
-            channels=weight.shape[0],
-            width=weight.shape[1],
-            dtype=x.dtype,
-            stateful=conv_state is not None,
-            tokens_per_request=tokens_per_request(x.shape[0], cu_seqlens),
-            saves=saves_kind(saves),
-            verify=verify_kind(verify),
+        return intern_spec(
+            ConvSpec,
+            weight.shape[0],
+            weight.shape[1],
+            x.dtype,
+            conv_state is not None,
+            tokens_per_request(x.shape[0], cu_seqlens),
+            saves_kind(saves),
+            verify_kind(verify),
         )
 
 

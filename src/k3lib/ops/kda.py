@@ -33,7 +33,7 @@ from k3lib.ops.packing import (
     tokens_per_request,
     verify_kind,
 )
-from k3lib.ops.registry import op
+from k3lib.ops.registry import intern_spec, op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,8 +44,10 @@ if TYPE_CHECKING:
 
 __all__ = ["KDAParams", "KDASpec", "kda_chunk", "kda_gate", "kda_mixer", "kda_recurrent", "l2_norm"]
 
-CHUNK = 16  # tokens a chunk of the reference; pairwise decays cost CHUNK · K exponentials per token and head
-_PAIRWISE_ELEMENTS = 1 << 24  # bound on the temporary [chunks, H, CHUNK, CHUNK, K]
+CHUNK = 32  # tokens a chunk while a bounded gate keeps exp(CHUNK / 2 · bound) inside fp32 ...
+_FP32_EXPONENT = 80.0
+PAIRWISE_CHUNK = 16  # ... else fewer: pairwise decays cost PAIRWISE_CHUNK · K exponentials per token and head
+_PAIRWISE_ELEMENTS = 1 << 24  # bound on their temporary [chunks, H, PAIRWISE_CHUNK, PAIRWISE_CHUNK, K]
 
 
 class KDAParams(NamedTuple):
@@ -88,16 +90,17 @@ class KDASpec:
         verify: VerifyScratch | None = None,
     ) -> KDASpec:
         """Facts of a call of `kda_chunk` or `kda_recurrent`."""
-        return KDASpec(
-            heads=v.shape[-2],
-            key_dim=k.shape[-1],
-            value_dim=v.shape[-1],
-            dtype=v.dtype,
-            state_dtype=None if state is None else state.dtype,
-            tokens_per_request=tokens_per_request(v.shape[0], cu_seqlens),
-            saves=saves_kind(saves),
-            verify=verify_kind(verify),
-            bounded_gate=params.lower_bound is not None,
+        return intern_spec(
+            KDASpec,
+            v.shape[-2],
+            k.shape[-1],
+            v.shape[-1],
+            v.dtype,
+            None if state is None else state.dtype,
+            tokens_per_request(v.shape[0], cu_seqlens),
+            saves_kind(saves),
+            verify_kind(verify),
+            params.lower_bound is not None,
         )
 
     @staticmethod
@@ -120,16 +123,17 @@ class KDASpec:
         verify: VerifyScratch | None = None,
     ) -> KDASpec:
         """Facts of a call of `kda_mixer`."""
-        return KDASpec(
-            heads=gate.shape[-2],
-            key_dim=gate.shape[-1],
-            value_dim=out_gate.shape[-1],
-            dtype=qkv.dtype,
-            state_dtype=None if state is None else state.dtype,
-            tokens_per_request=tokens_per_request(qkv.shape[0], cu_seqlens),
-            saves=saves_kind(saves),
-            verify=verify_kind(verify),
-            bounded_gate=params.lower_bound is not None,
+        return intern_spec(
+            KDASpec,
+            gate.shape[-2],
+            gate.shape[-1],
+            out_gate.shape[-1],
+            qkv.dtype,
+            None if state is None else state.dtype,
+            tokens_per_request(qkv.shape[0], cu_seqlens),
+            saves_kind(saves),
+            verify_kind(verify),
+            params.lower_bound is not None,
         )
 
     @staticmethod
@@ -367,28 +371,35 @@ def kda_chunk(
         o_i = S (q_i ∘ e^{G_i}) + Σ_{j≤i} B_ij u_j,               B_ij = Σ_c q_i k_j e^{G_i − G_j}
         S'  = S ∘ e^{G_C} + Σ_j u_j (k_j ∘ e^{G_C − G_j})ᵀ
 
-    so one triangular solve gives all `u` of a chunk, and only the last line runs from chunk to chunk. Every exponent
-    is ≤ 0: no decay overflows, bounded gate or not.
+    so one triangular solve gives all `u` of a chunk, and only the last line runs from chunk to chunk. A bounded gate
+    splits `e^{G_i − G_j}` at the middle of the chunk into two factors inside the fp32 range, so A and B are matrix
+    products; otherwise the pairs are formed one by one, with exponents ≤ 0, so that no decay overflows.
     """
     call = _begin(q, k, v, gate, beta, params, state, slots, cu_seqlens, scale, saves)
     if not v.shape[0]:
         return _finish(call, call.v, call.initial, [], state, v.dtype)
     device = v.device
-    chunks = list(_rounds(call.lengths, call.saves))
+    bound = params.lower_bound
+    factored = bound is not None and -bound * CHUNK / 2 <= _FP32_EXPONENT
+    size = CHUNK if factored else PAIRWISE_CHUNK
+    chunks = list(_rounds(call.lengths, call.saves, size))
     first = torch.tensor([start for _, _, start, _, _ in chunks], device=device)
-    count = torch.tensor([size for _, _, _, size, _ in chunks], device=device)
-    index = first[:, None] + torch.arange(CHUNK, device=device)
-    valid = torch.arange(CHUNK, device=device) < count[:, None]
-    index = torch.where(valid, index, 0)
+    count = torch.tensor([tokens for _, _, _, tokens, _ in chunks], device=device)
+    index = first[:, None] + torch.arange(size, device=device)
+    valid = torch.arange(size, device=device) < count[:, None]
+    index = torch.where(valid, index, 0).flatten()
+    padded = len(index) > v.shape[0]
 
-    def gather(x: Tensor) -> Tensor:  # [T, H, ...] -> [chunks, H, CHUNK, ...], padding tokens zero
-        picked = x[index].masked_fill(~valid.view(*valid.shape, *[1] * (x.ndim - 1)), 0)
-        return picked.transpose(1, 2)
+    def gather(x: Tensor) -> Tensor:  # [T, H, ...] -> [chunks, H, size, ...], padding tokens zero
+        picked = x.index_select(0, index).view(len(chunks), size, *x.shape[1:])
+        if padded:
+            picked = picked.masked_fill(~valid.view(*valid.shape, *[1] * (x.ndim - 1)), 0)
+        return picked.transpose(1, 2).contiguous()
 
     qc, kc, vc, bc = gather(call.q), gather(call.k), gather(call.v), gather(call.beta)[..., None]
     log_decay = gather(call.log_decay)
     grown = log_decay.cumsum(2).exp()
-    k_pairs, q_pairs = _decayed_products(kc, qc, log_decay)
+    k_pairs, q_pairs = (_factored_products if factored else _pairwise_products)(kc, qc, log_decay)
     system = bc * k_pairs.tril(-1)
     rhs = torch.cat([bc * vc, bc * kc * grown], dim=-1)
     solved = torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True)
@@ -398,7 +409,7 @@ def kda_chunk(
     k_out = kc * F.pad(remaining, (0, 0, 0, 1)).exp()
     last = grown[:, :, -1:]
 
-    order = sorted(range(len(call.lengths)), key=lambda i: -_num_chunks(call.lengths[i], i, call.saves))
+    order = sorted(range(len(call.lengths)), key=lambda i: -_num_chunks(call.lengths[i], i, call.saves, size))
     s = call.initial[order]
     kept: list[Tensor] = [call.initial] * len(call.saves)
     outs, ended = [], []
@@ -421,8 +432,9 @@ def kda_chunk(
         begin = end
     final = torch.cat([s, *reversed(ended)]) if ended else s
     final = final[torch.tensor(order, device=device).argsort()]
-    flat = torch.cat(outs).transpose(1, 2)[valid]
-    out = flat[index[valid].argsort()]
+    flat = torch.cat(outs).transpose(1, 2).flatten(0, 1)
+    mine = valid.flatten().nonzero()[:, 0]  # place of each token among the chunks, then back to its own order
+    out = flat.index_select(0, mine[index[mine].argsort()])
     return _finish(call, out, final, kept, state, v.dtype)
 
 
@@ -435,15 +447,17 @@ def _cuts(length: int, request: int, saves: list[tuple[int, int, int]]) -> list[
     return sorted(ends.items())
 
 
-def _num_chunks(length: int, request: int, saves: list[tuple[int, int, int]]) -> int:
+def _num_chunks(length: int, request: int, saves: list[tuple[int, int, int]], size: int) -> int:
     start, total = 0, 0
     for end, _ in _cuts(length, request, saves):
-        total, start = total - (start - end) // CHUNK, end
+        total, start = total - (start - end) // size, end
     return total
 
 
-def _rounds(lengths: list[int], saves: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, int, int, list[int]]]:
-    """Yield `(round, request, first token, size, saves at its end)`: the r-th chunks of all requests, longest first.
+def _rounds(
+    lengths: list[int], saves: list[tuple[int, int, int]], size: int
+) -> Iterator[tuple[int, int, int, int, list[int]]]:
+    """Yield `(round, request, first token, tokens, saves at its end)`: the r-th chunks of all requests, longest first.
 
     A save ends a chunk, so a request's chunks count from its last save.
     """
@@ -452,8 +466,8 @@ def _rounds(lengths: list[int], saves: list[tuple[int, int, int]]) -> Iterator[t
     for i, length in enumerate(lengths):
         mine, begin = [], 0
         for end, saved in _cuts(length, i, saves):
-            for a in range(begin, end, CHUNK):
-                b = min(a + CHUNK, end)
+            for a in range(begin, end, size):
+                b = min(a + size, end)
                 mine.append((i, starts[i] + a, b - a, saved if b == end else []))
             begin = end
         per_request.append(mine)
@@ -464,12 +478,22 @@ def _rounds(lengths: list[int], saves: list[tuple[int, int, int]]) -> Iterator[t
                 yield (r, *mine[r])
 
 
-def _decayed_products(k: Tensor, q: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
-    """`Σ_c x_i k_j e^{G_i − G_j}` for j ≤ i, else 0, with x = k and x = q: two `[chunks, H, CHUNK, CHUNK]`."""
+def _factored_products(k: Tensor, q: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
+    """`Σ_c x_i k_j e^{G_i − G_j}` for j ≤ i, else 0, with x = k and x = q: two `[chunks, H, size, size]`."""
+    half = log_decay.shape[2] // 2
+    # sums from the middle outwards: small where they are exact, and half as large as sums from the start
+    before = F.pad(log_decay[:, :, 1:half].flip(2).cumsum(2).flip(2), (0, 0, 0, 1))
+    grown = torch.cat([-before, log_decay[:, :, half:].cumsum(2)], dim=2).exp()
+    right = (k / grown).mT
+    return ((k * grown) @ right).tril(), ((q * grown) @ right).tril()
+
+
+def _pairwise_products(k: Tensor, q: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for decays of any size."""
     size = log_decay.shape[2]
     step = max(1, _PAIRWISE_ELEMENTS // (log_decay.shape[1] * size * size * log_decay.shape[3]))
     parts = []
-    for kp, qp, gp in zip(k.split(step), q.split(step), log_decay.split(step), strict=True):
+    for kp, qp, gp in zip(torch.split(k, step), torch.split(q, step), torch.split(log_decay, step), strict=True):
         decay = _sums_since(gp).exp()
         decayed = decay * kp[:, :, None]  # [n, H, i, j, K]
         parts.append(decayed @ torch.stack([kp, qp], dim=-1))  # [n, H, i, j, 2]
@@ -552,7 +576,7 @@ def kda_mixer(
     mixed = short_conv(
         qkv, conv_weight, conv_state=conv_state, slots=slots, cu_seqlens=cu_seqlens, saves=saves, verify=verify
     )
-    q, k, v = mixed.split([heads * key_dim, heads * key_dim, heads * value_dim], dim=-1)
+    q, k, v = torch.split(mixed, [heads * key_dim, heads * key_dim, heads * value_dim], dim=-1)
     recurrence = kda_chunk if tokens_per_request(num_tokens, cu_seqlens) == "many" else kda_recurrent
     out = recurrence(
         q.view(num_tokens, heads, key_dim),

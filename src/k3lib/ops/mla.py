@@ -13,7 +13,7 @@ import torch
 
 from k3lib.errors import ConfigError
 from k3lib.ops.packing import TokensPerRequest, compute_dtype, host_lengths, tokens_per_request
-from k3lib.ops.registry import op
+from k3lib.ops.registry import intern_spec, op
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,13 +59,14 @@ class AttentionSpec:
         return_lse: bool = False,
     ) -> AttentionSpec:
         """Facts of a call."""
-        return AttentionSpec(
-            heads=q.shape[1],
-            key_dim=q.shape[2],
-            value_dim=v.shape[2],
-            dtype=q.dtype,
-            causal=causal,
-            return_lse=return_lse,
+        return intern_spec(
+            AttentionSpec,
+            q.shape[1],
+            q.shape[2],
+            v.shape[2],
+            q.dtype,
+            causal,
+            return_lse,
         )
 
 
@@ -108,7 +109,7 @@ def attention_varlen(
         raise ConfigError(f"attention_varlen: {len(q_lengths)} requests of queries, {len(k_lengths)} of keys")
     dtype = compute_dtype(q)
     outs, lses = [], []
-    for qi, ki, vi in zip(q.split(q_lengths), k.split(k_lengths), v.split(k_lengths), strict=True):
+    for qi, ki, vi in zip(torch.split(q, q_lengths), torch.split(k, k_lengths), torch.split(v, k_lengths), strict=True):
         keys, values = ki.to(dtype).transpose(0, 1), vi.to(dtype).transpose(0, 1)  # [H, Tk, D]
         offset = len(ki) - len(qi)
         for start in range(0, len(qi), _QUERY_BLOCK):
@@ -133,9 +134,12 @@ def _softmax_times(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     if scores.shape[-1] == 0:
         shape = (*scores.shape[:-1], values.shape[-1])
         return scores.new_zeros(shape), scores.new_full(scores.shape[:-1], -torch.inf)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
-    return weights @ values, lse
+    top = scores.amax(-1, keepdim=True)
+    top = top.masked_fill(top == -torch.inf, 0)  # a row without keys: every weight becomes 0
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    out = weights @ values / total.masked_fill(total == 0, 1)
+    return out, (total.log() + top).squeeze(-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,16 +171,17 @@ class MLASpec:
         plan: object = None,
     ) -> MLASpec:
         """Facts of a call."""
-        return MLASpec(
-            heads=q.shape[1],
-            latent_dim=latent_dim,
-            rope_dim=q.shape[2] - latent_dim,
-            value_dim=latent_dim,
-            dtype=q.dtype,
-            kv_dtype=pages.dtype,
-            page_size=pages.shape[1],
-            tokens_per_request=tokens_per_request(q.shape[0], cu_seqlens),
-            return_lse=return_lse,
+        return intern_spec(
+            MLASpec,
+            q.shape[1],
+            latent_dim,
+            q.shape[2] - latent_dim,
+            latent_dim,
+            q.dtype,
+            pages.dtype,
+            pages.shape[1],
+            tokens_per_request(q.shape[0], cu_seqlens),
+            return_lse,
         )
 
 
@@ -241,7 +246,8 @@ def mla_decode(
 
     position = torch.arange(longest, device=q.device)
     exists = position < lens.amax(1)[:, None]
-    page = torch.where(exists, page_table[:, : -(-longest // page_size)].repeat_interleave(page_size, 1)[:, :longest], 0)
+    pages_used = page_table[:, : -(-longest // page_size)]
+    page = torch.where(exists, pages_used.repeat_interleave(page_size, 1)[:, :longest], 0)
     rows = pages[page.long(), (position % page_size).expand_as(page)].to(dtype)  # [B, n, L + R]
     rows = rows.masked_fill(~exists[..., None], 0)
     scores = torch.einsum("bthd,bnd->bhtn", queries.to(dtype), rows) * scale
@@ -264,7 +270,7 @@ class MergeSpec:
     @staticmethod
     def of(outs: Tensor, lses: Tensor) -> MergeSpec:
         """Facts of a call."""
-        return MergeSpec(heads=outs.shape[2], value_dim=outs.shape[3], dtype=outs.dtype)
+        return intern_spec(MergeSpec, outs.shape[2], outs.shape[3], outs.dtype)
 
 
 @op(MergeSpec.of)
@@ -299,12 +305,12 @@ class RowsSpec:
     @staticmethod
     def of_store(values: Tensor, pages: Tensor, rows: Tensor) -> RowsSpec:
         """Facts of a call of `store_rows`."""
-        return RowsSpec(width=pages.shape[2], page_dtype=pages.dtype, page_size=pages.shape[1])
+        return intern_spec(RowsSpec, pages.shape[2], pages.dtype, pages.shape[1])
 
     @staticmethod
     def of_gather(pages: Tensor, rows: Tensor) -> RowsSpec:
         """Facts of a call of `gather_rows`."""
-        return RowsSpec(width=pages.shape[2], page_dtype=pages.dtype, page_size=pages.shape[1])
+        return intern_spec(RowsSpec, pages.shape[2], pages.dtype, pages.shape[1])
 
 
 @op(RowsSpec.of_store)

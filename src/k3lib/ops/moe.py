@@ -16,7 +16,7 @@ from k3lib.errors import ConfigError
 from k3lib.ops.activation import situ_and_mul
 from k3lib.ops.packing import compute_dtype
 from k3lib.ops.quant import mxfp4_decode, nvfp4_decode
-from k3lib.ops.registry import op
+from k3lib.ops.registry import intern_spec, op
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,9 +60,7 @@ class RouteSpec:
         ids: Tensor | None = None,
     ) -> RouteSpec:
         """Facts of a call."""
-        return RouteSpec(
-            experts=weight.shape[0], top_k=top_k, num_groups=num_groups, dtype=x.dtype, replay=ids is not None
-        )
+        return intern_spec(RouteSpec, weight.shape[0], top_k, num_groups, x.dtype, ids is not None)
 
 
 @op(RouteSpec.of)
@@ -166,13 +164,13 @@ class ExpertWeights:
     def decode(self, which: Tensor | int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return `w13` and `w2` of the experts `which` (local numbers) as plain matrices of `dtype`."""
         if self.format == "bf16":
-            return self.w13[which].to(dtype), self.w2[which].to(dtype)
+            return _pick(self.w13, which).to(dtype), _pick(self.w2, which).to(dtype)
         assert self.w13_scale is not None, "a packed format has scales"
         assert self.w2_scale is not None, "a packed format has scales"
         if self.format == "mxfp4":
             return (
-                mxfp4_decode(self.w13[which], self.w13_scale[which], dtype),
-                mxfp4_decode(self.w2[which], self.w2_scale[which], dtype),
+                mxfp4_decode(_pick(self.w13, which), _pick(self.w13_scale, which), dtype),
+                mxfp4_decode(_pick(self.w2, which), _pick(self.w2_scale, which), dtype),
             )
         assert self.w13_scale_2 is not None, "NVFP4 has global scales"
         assert self.w2_scale_2 is not None, "NVFP4 has global scales"
@@ -180,6 +178,11 @@ class ExpertWeights:
             nvfp4_decode(self.w13[which], self.w13_scale[which], self.w13_scale_2[which], dtype),
             nvfp4_decode(self.w2[which], self.w2_scale[which], self.w2_scale_2[which], dtype),
         )
+
+
+def _pick(stack: Tensor, which: Tensor | int) -> Tensor:
+    """`stack[which]`; for many rows `index_select`, which is several times faster on a CPU."""
+    return stack[which] if isinstance(which, int) else stack.index_select(0, which)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,13 +202,14 @@ class ExpertsSpec:
     @staticmethod
     def of(x: Tensor, ids: Tensor, weights: Tensor, prepared: ExpertWeights, *, act_fn: SiTU) -> ExpertsSpec:
         """Facts of a call."""
-        return ExpertsSpec(
-            experts=prepared.num_experts,
-            top_k=ids.shape[1],
-            hidden=prepared.width,
-            intermediate=prepared.intermediate,
-            weights=prepared.format,
-            activations=x.dtype,
+        return intern_spec(
+            ExpertsSpec,
+            prepared.num_experts,
+            ids.shape[1],
+            prepared.width,
+            prepared.intermediate,
+            prepared.format,
+            x.dtype,
         )
 
     @staticmethod
@@ -290,8 +294,8 @@ def _experts_by_route(
     num_tokens, top_k = local.shape
     dtype = compute_dtype(x)
     w13, w2 = prepared.decode(torch.where(here, local, 0).flatten(), x.dtype)
-    inputs = x[:, None].expand(-1, top_k, -1).reshape(num_tokens * top_k, -1, 1)
+    inputs = x[:, None].expand(-1, top_k, -1).reshape(num_tokens * top_k, x.shape[-1], 1)
     hidden = situ_and_mul((w13 @ inputs).squeeze(-1), beta=act_fn.beta, linear_beta=act_fn.linear_beta)
-    out = (w2 @ hidden[..., None]).view(num_tokens, top_k, -1).to(dtype)
+    out = (w2 @ hidden[..., None]).view(num_tokens, top_k, x.shape[-1]).to(dtype)
     weights = weights.to(dtype).masked_fill(~here, 0)
     return (out * weights[..., None]).sum(1).to(x.dtype)

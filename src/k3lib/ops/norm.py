@@ -12,7 +12,7 @@ import torch
 
 from k3lib.errors import ConfigError
 from k3lib.ops.packing import compute_dtype
-from k3lib.ops.registry import op
+from k3lib.ops.registry import intern_spec, op
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,12 +32,12 @@ class NormSpec:
     @staticmethod
     def of(x: Tensor, weight: Tensor, *, eps: float) -> NormSpec:
         """Facts of a call of `rms_norm`."""
-        return NormSpec(width=x.shape[-1], dtype=x.dtype, weight_dtype=weight.dtype)
+        return intern_spec(NormSpec, x.shape[-1], x.dtype, weight.dtype)
 
     @staticmethod
     def of_gated(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> NormSpec:
         """Facts of a call of `gated_rms_norm`."""
-        return NormSpec(width=x.shape[-1], dtype=x.dtype, weight_dtype=weight.dtype)
+        return intern_spec(NormSpec, x.shape[-1], x.dtype, weight.dtype)
 
 
 def _check_weight(x: Tensor, weight: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
@@ -39,7 +40,7 @@ def host_lengths(cu_seqlens: Tensor, num_tokens: int) -> list[int]:
             f"{cu_seqlens.dtype}"
         )
     offsets: list[int] = cu_seqlens.tolist()
-    lengths = [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
+    lengths = [b - a for a, b in pairwise(offsets)]
     if offsets[0] != 0 or offsets[-1] != num_tokens or any(n < 0 for n in lengths):
         shown = offsets if len(offsets) <= 8 else [*offsets[:4], "…", *offsets[-3:]]
         raise ConfigError(

@@ -36,6 +36,7 @@ __all__ = [
     "Spec",
     "explain",
     "implementations",
+    "intern_spec",
     "observe",
     "op",
     "ops",
@@ -56,10 +57,33 @@ REFERENCE = "reference"
 class Spec(Protocol):
     """Static facts of one call: a frozen dataclass, hashable, without token counts."""
 
+    def __hash__(self) -> int: ...
+
     @property
     def deterministic(self) -> bool:
         """Whether only bitwise repeatable, batch-invariant implementations may run."""
         ...
+
+
+S = TypeVar("S")
+
+
+def intern_spec(cls: Callable[..., S], *facts: object) -> S:
+    """Return the spec of `cls` with these field values in their order; the same object for the same facts.
+
+    Building a frozen dataclass costs more than looking one up, and an op builds one at every call.
+    """
+    if torch.compiler.is_compiling():  # which would trace past the cache, and warn
+        return _make_spec(cls, *facts)
+    spec: S = _interned_spec(cls, *facts)
+    return spec
+
+
+def _make_spec(cls: Callable[..., S], *facts: object) -> S:
+    return cls(**dict(zip(cls.__slots__, facts, strict=False)))  # type: ignore[attr-defined]
+
+
+_interned_spec = functools.lru_cache(maxsize=4096)(_make_spec)
 
 
 def _supports_all(_spec: Any) -> str | None:  # noqa: ANN401 - any spec
@@ -194,8 +218,9 @@ class Op(Generic[P, R]):
         spec = self.spec_of(*args, **kwargs)
         device_type = _device_type(args)
         if torch.compiler.is_compiling():
-            facts = tuple(getattr(spec, name) for name in type(spec).__slots__)
-            name = _choose_while_compiling(self.name, type(spec), facts, device_type)
+            spec_type: type[Any] = type(spec)
+            facts = tuple(getattr(spec, name) for name in spec_type.__slots__)
+            name = _choose_while_compiling(self.name, spec_type, facts, device_type)
         else:
             name = _cached_choice(self.name, spec, device_type, _current())
             for callback in _observers.get():
@@ -206,7 +231,7 @@ class Op(Generic[P, R]):
     def implementations(self) -> tuple[Impl, ...]:
         """All registered implementations, best first; the reference last."""
         _load_backends()
-        return tuple(sorted(self._impls.values(), key=_order))
+        return tuple(sorted(self._impls.values(), key=lambda impl: _order(impl, self.default)))
 
     def resolve(self, spec: Spec | None, *, target: Target | None = None) -> Impl:
         """Return the implementation that would run.
@@ -420,18 +445,17 @@ def explain(op: Op[Any, Any], spec: Spec | None = None, *, target: Target | None
     return _decide(op, spec, target or op.local_target(), _current())
 
 
-def _order(impl: Impl) -> tuple[bool, int, str]:
-    return (impl.experimental, -impl.priority, impl.name)
+def _order(impl: Impl, default: str) -> tuple[bool, bool, int, str]:
+    # an experimental kernel stands below every proven one and above the reference
+    return (impl.name == default, impl.experimental, -impl.priority, impl.name)
 
 
 def _decide(op: Op[Any, Any], spec: Spec | None, target: Target, options: _Options) -> Decision:
     if spec is not None and options.deterministic and not spec.deterministic:
         spec = dataclasses.replace(spec, deterministic=True)  # type: ignore[type-var]
     reasons = {impl: impl.why_not(spec, target) for impl in op.implementations()}
-    # an experimental kernel stands below every proven one and above the reference
-    ranked = sorted(reasons, key=lambda impl: (impl.name == op.default, *_order(impl)))
-    able = tuple(impl for impl in ranked if reasons[impl] is None)
-    rejected = tuple((impl.name, reason) for impl in ranked if (reason := reasons[impl]) is not None)
+    able = tuple(impl for impl, reason in reasons.items() if reason is None)
+    rejected = tuple((impl.name, reason) for impl, reason in reasons.items() if reason is not None)
     forced = dict(options.per_op).get(op.name)
     wanted = forced or options.family
     chosen = next((impl for impl in able if impl.name == wanted), None)
@@ -449,11 +473,13 @@ def _resolve(op: Op[Any, Any], spec: Spec | None, target: Target, options: _Opti
         what = f"{op.name}: {asked!r} was forced and cannot run" if asked else f"{op.name}: nothing can run"
         raise BackendUnavailable(f"{what}\n{decision}", decision)
     chosen = decision.chosen
+    if decision.forced_by is not None:
+        return chosen  # asked for: no surprise to warn of
     if target.platform != "cpu" and chosen.name == REFERENCE:
         if options.strict:
             raise BackendUnavailable(f"{op.name}: only the reference is able, and strict is set\n{decision}", decision)
         _warn_once(op, f"{op.name} runs its slow reference on {target}: no kernel is able\n{decision}")
-    elif chosen.experimental and decision.forced_by is None:
+    elif chosen.experimental:
         _warn_once(op, f"{op.name} runs the experimental {chosen.name} on {target}\n{decision}")
     return chosen
 

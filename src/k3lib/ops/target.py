@@ -59,7 +59,9 @@ class Package:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+    numbers = re.match(r"(?:\d+\.)*\d+", version)
+    parts = [int(part) for part in numbers[0].split(".")] if numbers else []
+    return tuple([*parts, 0, 0, 0][:3])
 
 
 @functools.cache
