@@ -10,12 +10,26 @@ import importlib
 import logging
 from importlib.metadata import entry_points
 
-__all__ = ["ADAPTERS", "FAILED", "GROUP", "load_all"]
+from k3lib.ops.target import Package
+
+__all__ = ["ADAPTERS", "FAILED", "GROUP", "KNOWN", "load_all"]
 
 logger = logging.getLogger(__name__)
 
 GROUP = "k3lib.backends"
 ADAPTERS = ("cpu",)
+# Packages with kernels for K3, with their right distributions and a file that tells them from placeholders.
+KNOWN = (
+    Package("triton"),
+    Package("flashinfer", ("flashinfer-python",), at_least="0.7.2", marker="kda.py"),
+    Package("fla", ("fla-core", "flash-linear-attention"), at_least="0.5.0", marker="ops/kda/chunk.py"),
+    Package("flash_mla", ("sgl-flash-mla", "flash_mla"), marker="*.so"),
+    Package("flash_kda"),
+    Package("deep_gemm", ("sgl-deep-gemm",), marker="mega/__init__.py"),
+    Package("humming", ("humming-kernels",)),
+    Package("aiter", ("amd-aiter",), marker="ops/shuffle.py"),
+    Package("torch_npu", ("torch-npu",)),
+)
 FAILED: dict[str, str] = {}  # entry point -> why it could not be loaded; shown by `k3lib doctor`
 
 

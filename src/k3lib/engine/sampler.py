@@ -37,7 +37,7 @@ def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> tuple[Tens
     # below the maximum, over a normal number: the smallest temperature gives 0 and -inf, not inf - inf
     temperature = temperature.clamp(min=torch.finfo(temperature.dtype).tiny)
     below = logits - logits.amax(-1, keepdim=True)
-    probs, ids = (below / temperature[:, None]).softmax(-1).sort(-1, descending=True, stable=True)
+    probs, ids = (below / temperature[:, None]).softmax(-1).sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[1], device=device)
     top_k = torch.tensor([p.top_k or probs.shape[1] for p in params], device=device)
     probs = probs.masked_fill(rank >= top_k[:, None], 0)
