@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from k3lib.layers import KimiDeltaAttention
 from k3lib.layers.linear import placement
 
 __all__ = ["Ranks", "copy_shard", "draw", "seed_weights"]
@@ -30,6 +31,9 @@ def seed_weights(module, seed=0):
         elif parameter.ndim > 1 and not name.endswith("embed_tokens.weight"):
             x = x * parameter.shape[-1] ** -0.5
         parameter.data.copy_(x)
+    for layer in module.modules():
+        if isinstance(layer, KimiDeltaAttention):
+            layer.A_log.data[layer.num_heads :] = 0
     return module
 
 

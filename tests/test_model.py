@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from seeded import Ranks, draw, seed_weights
 
-from k3lib import Batch, KimiK3Config, KimiK3ForCausalLM, Mesh, ops
+from k3lib import Batch, KimiK3ForCausalLM, Mesh, ops
 from k3lib import model as model_module
 from k3lib.batch import FeatureTap, RouteTap, StateSaves
 from k3lib.cache import CacheConfig, HybridCache
@@ -110,7 +110,9 @@ def test_golden_logits_of_prompts_in_pieces(name, piece, load, expected):
     got = {prompt: [] for prompt in want.ids}
     for start in range(0, max(len(ids) for ids in want.ids.values()), piece):
         work = [(leases[p], ids[start : start + piece].tolist()) for p, ids in want.ids.items() if start < len(ids)]
-        for prompt, logits in zip([p for p, ids in want.ids.items() if start < len(ids)], step(model, cache, work, "prefill"), strict=True):
+        for prompt, logits in zip(
+            [p for p, ids in want.ids.items() if start < len(ids)], step(model, cache, work, "prefill"), strict=True
+        ):
             got[prompt].append(logits)
     for prompt, pieces in got.items():
         want.check(f"fp64.{prompt}.logits", torch.cat(pieces), TOLERANCE[name])
@@ -160,8 +162,13 @@ def test_golden_intermediates(name, load, expected):
     seen = {}
     hooks = []
     for layer in model.model.layers:
-        for what, module in (("attn_out", layer.self_attn), ("ffn_out", layer.mlp if layer.is_dense else layer.block_sparse_moe)):
-            hooks.append(module.register_forward_hook(lambda _m, _i, out, what=what: seen.setdefault(what, []).append(out)))
+        for what, module in (
+            ("attn_out", layer.self_attn),
+            ("ffn_out", layer.mlp if layer.is_dense else layer.block_sparse_moe),
+        ):
+            hooks.append(
+                module.register_forward_hook(lambda _m, _i, out, what=what: seen.setdefault(what, []).append(out))
+            )
     depth = model.config.text.num_layers
     for prompt, ids in want.ids.items():
         if f"fp32.{prompt}.prefix_sum" not in want.tensors:
@@ -485,7 +492,9 @@ def test_stages_decode_through_their_own_pools(load):
 
 
 @pytest.mark.parametrize(
-    "layers", [range(0), range(10), range(3, 3), range(5, 3), range(-1, 3), range(0, 8, 2), (0, 1), 3, range(9, 10)], ids=str
+    "layers",
+    [range(0), range(10), range(3, 3), range(5, 3), range(-1, 3), range(0, 8, 2), (0, 1), 3, range(9, 10)],
+    ids=str,
 )
 def test_ranges_that_are_no_slice_are_refused(layers):
     with pytest.raises(ConfigError) as caught:
@@ -619,7 +628,9 @@ def test_ids_that_are_no_integers_are_refused(dtype):
 
 
 @pytest.mark.parametrize(
-    "bad", [torch.ones(3), torch.ones(3, dtype=torch.bool), torch.ones(1, 3, dtype=torch.int64), [0.5], [[1, 2]]], ids=str
+    "bad",
+    [torch.ones(3), torch.ones(3, dtype=torch.bool), torch.ones(1, 3, dtype=torch.int64), [0.5], [[1, 2]]],
+    ids=str,
 )
 def test_packing_refuses_what_is_no_sequence_of_ids(bad):
     with pytest.raises(ConfigError, match="sequence 1 must be a 1-D tensor of integers"):
@@ -653,7 +664,9 @@ def test_embeddings_that_do_not_fit_are_refused(embeds, match):
 
 
 def test_ids_on_another_device_are_refused():
-    refused_unwritten(tiny(), cached(torch.zeros(2, dtype=torch.int64, device="meta"), device="cpu"), ConfigError, "meta")
+    refused_unwritten(
+        tiny(), cached(torch.zeros(2, dtype=torch.int64, device="meta"), device="cpu"), ConfigError, "meta"
+    )
 
 
 def test_a_cache_without_its_indices_is_refused():
@@ -698,9 +711,11 @@ def test_a_kernel_that_cannot_serve_the_model_is_refused_with_its_reason(monkeyp
 
 def test_forced_kernels_are_used_by_this_model_only():
     config = tiny_config()
-    forced = seed_weights(KimiK3ForCausalLM(config, dtype=F32, backends={"kda_chunk": "recurrent"})) if (
-        "recurrent" in {impl.name for impl in ops.implementations(ops.kda_chunk)}
-    ) else None
+    forced = (
+        seed_weights(KimiK3ForCausalLM(config, dtype=F32, backends={"kda_chunk": "recurrent"}))
+        if ("recurrent" in {impl.name for impl in ops.implementations(ops.kda_chunk)})
+        else None
+    )
     if forced is None:
         pytest.skip("kda_chunk has a single implementation here")
     calls = []
@@ -859,7 +874,11 @@ def test_a_stream_is_what_a_stage_hands_on():
 def test_weights_kept_wide_survive_a_cast_of_the_whole_model():
     model = seed_weights(KimiK3ForCausalLM(tiny_config(), dtype=F32))
     model.to(BF16)
-    kept = {name.split(".")[-2] if name.endswith(".weight") else name.split(".")[-1] for name, x in model.named_parameters() if x.dtype == F32}
+    kept = {
+        name.split(".")[-2] if name.endswith(".weight") else name.split(".")[-1]
+        for name, x in model.named_parameters()
+        if x.dtype == F32
+    }
     assert kept == {"A_log", "dt_bias", "o_norm", "q_conv1d", "k_conv1d", "v_conv1d", "e_score_correction_bias"}
     assert model.dtype == BF16
     assert {x.dtype for x in model.double().parameters()} == {F64}

@@ -865,7 +865,14 @@ def _manifest(form: ExpertFormat) -> dict[str, Any]:
         }
     weights = {"group_size": 32, "num_bits": 4, "scale_dtype": "torch.uint8", "strategy": "group", "type": "float"}
     group = {"format": "mxfp4-pack-quantized", "targets": ["Linear"], "weights": {**weights, "symmetric": True}}
-    ignore = ["self_attn", "shared_experts", r"mlp\.(gate|up|gate_up|down)_proj", "lm_head", "vision_tower", "mm_projector"]
+    ignore = [
+        "self_attn",
+        "shared_experts",
+        r"mlp\.(gate|up|gate_up|down)_proj",
+        "lm_head",
+        "vision_tower",
+        "mm_projector",
+    ]
     return {
         "quant_method": "compressed-tensors",
         "format": "mxfp4-pack-quantized",

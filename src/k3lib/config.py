@@ -87,9 +87,7 @@ class KDAConfig:
         if self.conv_width < 2:
             raise ConfigError(f"KDAConfig: conv_width must be >= 2, got {self.conv_width}")
         if self.gate_lower_bound is not None and not self.gate_lower_bound < 0:
-            raise ConfigError(
-                f"KDAConfig: gate_lower_bound must be negative or None, got {self.gate_lower_bound}"
-            )
+            raise ConfigError(f"KDAConfig: gate_lower_bound must be negative or None, got {self.gate_lower_bound}")
 
     @property
     def conv_channels(self) -> int:
@@ -180,21 +178,15 @@ class LatentMoEConfig:
             top_groups=self.top_groups,
         )
         if self.num_shared_experts < 0:
-            raise ConfigError(
-                f"LatentMoEConfig: num_shared_experts must be >= 0, got {self.num_shared_experts}"
-            )
+            raise ConfigError(f"LatentMoEConfig: num_shared_experts must be >= 0, got {self.num_shared_experts}")
         if self.top_k > self.num_experts:
-            raise ConfigError(
-                f"LatentMoEConfig: top_k={self.top_k} exceeds num_experts={self.num_experts}"
-            )
+            raise ConfigError(f"LatentMoEConfig: top_k={self.top_k} exceeds num_experts={self.num_experts}")
         if self.num_experts % self.num_groups:
             raise ConfigError(
                 f"LatentMoEConfig: num_groups={self.num_groups} must divide num_experts={self.num_experts}"
             )
         if self.top_groups > self.num_groups:
-            raise ConfigError(
-                f"LatentMoEConfig: top_groups={self.top_groups} exceeds num_groups={self.num_groups}"
-            )
+            raise ConfigError(f"LatentMoEConfig: top_groups={self.top_groups} exceeds num_groups={self.num_groups}")
         reachable = self.num_experts // self.num_groups * self.top_groups
         if self.top_k > reachable:
             raise ConfigError(
@@ -266,9 +258,7 @@ class TextConfig:
             parts.append(("moe", self.moe.hidden_size))
         for part, width in parts:
             if width != self.hidden_size:
-                raise ConfigError(
-                    f"TextConfig: {part}.hidden_size={width} differs from hidden_size={self.hidden_size}"
-                )
+                raise ConfigError(f"TextConfig: {part}.hidden_size={width} differs from hidden_size={self.hidden_size}")
         if self.moe is None and len(self.dense_layers) < self.num_layers:
             raise ConfigError("TextConfig: layers without an MLP: moe is None and not every layer is dense")
 
@@ -471,9 +461,7 @@ class _Reader:
             return
         value = self.get(key)
         if value not in allowed and not (value is None and not required):
-            raise ConfigError(
-                f"{self.where}: {key}={value!r} is not implemented; expected {allowed[0]!r}"
-            )
+            raise ConfigError(f"{self.where}: {key}={value!r} is not implemented; expected {allowed[0]!r}")
 
     def finish(self, *, closed: bool = False) -> None:
         """Refuse unread keys that may change the maths; log the others. `closed`: refuse all."""
@@ -551,9 +539,7 @@ def _read_text(c: _Reader) -> TextConfig:
         raise ConfigError(
             f"{c.where}: num_key_value_heads={kv_heads} must equal num_attention_heads={heads}: MLA has one latent"
         )
-    act = SiTU(
-        beta=c.get("activation_situ_beta") or 1.0, linear_beta=c.get("activation_situ_linear_beta")
-    )
+    act = SiTU(beta=c.get("activation_situ_beta") or 1.0, linear_beta=c.get("activation_situ_linear_beta"))
     layer_types, kda = _read_linear_attention(c, hidden, eps)
     num_layers = len(layer_types)
     moe = _read_moe(c, hidden, eps, act)
@@ -588,9 +574,7 @@ def _read_text(c: _Reader) -> TextConfig:
     return result
 
 
-def _read_linear_attention(
-    c: _Reader, hidden: int, eps: float
-) -> tuple[tuple[LayerKind, ...], KDAConfig]:
+def _read_linear_attention(c: _Reader, hidden: int, eps: float) -> tuple[tuple[LayerKind, ...], KDAConfig]:
     linear = _Reader(f"{c.where}.linear_attn_config", c.need("linear_attn_config"))
     num_layers = c.need("num_hidden_layers")
     kda_layers, mla_layers = linear.need("kda_layers"), linear.need("full_attn_layers")
@@ -703,9 +687,7 @@ def _read_quantization(raw: Mapping[str, Any]) -> QuantConfig:
     if method in {"modelopt", "modelopt_mixed"}:
         algo = raw.get("quant_algo")
         if algo not in {"NVFP4", "MIXED_PRECISION"}:
-            raise ConfigError(
-                f"quantization_config: quant_algo={algo!r}; expected 'NVFP4' or 'MIXED_PRECISION'"
-            )
+            raise ConfigError(f"quantization_config: quant_algo={algo!r}; expected 'NVFP4' or 'MIXED_PRECISION'")
         if raw.get("group_size", 16) != 16:
             raise ConfigError(f"quantization_config: group_size={raw['group_size']!r}; NVFP4 has 16")
         return QuantConfig(method=method, expert_format="nvfp4", raw=raw)
@@ -834,9 +816,7 @@ def _draft_markov(c: _Reader) -> tuple[int, bool]:
 
 def _layer_ids(ids: Sequence[int], target_layers: int) -> tuple[int, ...]:
     if any(not 0 <= i < target_layers for i in ids):
-        raise ConfigError(
-            f"draft config: target_layer_ids={list(ids)} must lie in 0..{target_layers - 1}"
-        )
+        raise ConfigError(f"draft config: target_layer_ids={list(ids)} must lie in 0..{target_layers - 1}")
     return tuple(ids)
 
 

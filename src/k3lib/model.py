@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from k3lib import checkpoint, ops
-from k3lib.batch import Batch, CacheViews, FeatureTap
 from k3lib.config import KimiK3Config, TextConfig
 from k3lib.errors import ConfigError, RequestError
 from k3lib.layers import (
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from torch import Tensor
+
+    from k3lib.batch import Batch, CacheViews, FeatureTap
 
 __all__ = ["KimiK3DecoderLayer", "KimiK3ForCausalLM", "KimiK3Model", "LayerStack"]
 
@@ -462,4 +463,3 @@ def check_forced(
         for name in backends:
             op = ops.ops()[name]
             op.resolve(specs.get(name), target=op.local_target("cpu" if kind in {None, "cpu", "meta"} else kind))
-

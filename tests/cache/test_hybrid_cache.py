@@ -88,7 +88,9 @@ def test_fields_of_a_batch(mode, mix):
     leases = [lease for lease, _ in work]
     width = max((len(x.pages) for x in leases), default=0)
     rows = [
-        x.pages[t // PAGE] * PAGE + t % PAGE for x, (old, n) in zip(leases, mix, strict=True) for t in range(old, old + n)
+        x.pages[t // PAGE] * PAGE + t % PAGE
+        for x, (old, n) in zip(leases, mix, strict=True)
+        for t in range(old, old + n)
     ]
     want = {
         "input_ids": ([i for _, ids in work for i in ids], torch.int64),
@@ -248,7 +250,9 @@ def test_quantised_pages_stay_within_their_rounding(model, kv):
         results.append(torch.cat(out))
     want, got = results
     assert got.dtype == torch.float32
-    assert_close(f"attention over {kv}", want, got, ratio=tolerance("mla_decode", getattr(torch, kv, torch.float8_e4m3fn)))
+    assert_close(
+        f"attention over {kv}", want, got, ratio=tolerance("mla_decode", getattr(torch, kv, torch.float8_e4m3fn))
+    )
     assert got.equal(want) == (kv == "float32")
 
 
@@ -277,7 +281,9 @@ def test_a_model_with_fp8_pages_and_bf16_state_runs_close_to_fp32(model):
     for kv, ssm, ratio in ((None, "bfloat16", 2e-2), ("fp8_e4m3", None, 4e-2)):
         cache = allocate(model.config, kv_cache_dtype=kv, mamba_ssm_dtype=ssm)
         with cache.lease(ids) as lease:
-            got = torch.cat([run(model, cache, lease, ids[:20], 7), run(model, cache, lease, ids[20:], 1, mode="decode")])
+            got = torch.cat(
+                [run(model, cache, lease, ids[:20], 7), run(model, cache, lease, ids[20:], 1, mode="decode")]
+            )
         assert_close(f"logits with kv={kv} state={ssm}", want, got, ratio=ratio)
         assert not got.equal(want)
 

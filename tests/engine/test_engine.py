@@ -33,7 +33,9 @@ def greedy(tokens=6, **fields):
 
 
 def make(model, *, slots=4, pages=40, page_size=8, **limits):
-    return Engine(model, EngineConfig(cache=CacheConfig(num_pages=pages, num_slots=slots, page_size=page_size), **limits))
+    return Engine(
+        model, EngineConfig(cache=CacheConfig(num_pages=pages, num_slots=slots, page_size=page_size), **limits)
+    )
 
 
 def prompts(*lengths, seed=0):
@@ -100,7 +102,9 @@ def test_golden_greedy_ids_in_a_mixed_batch(dev, expected, chunk):
     assert drained(engine)
 
 
-@pytest.mark.parametrize("params", [greedy(8), SamplingParams(max_new_tokens=8, seed=5, top_p=0.9)], ids=["greedy", "seed"])
+@pytest.mark.parametrize(
+    "params", [greedy(8), SamplingParams(max_new_tokens=8, seed=5, top_p=0.9)], ids=["greedy", "seed"]
+)
 def test_alone_and_in_a_batch_are_the_same(model, params):
     work = prompts(3, 17, 1, 9)
     together = make(model).generate(work, params)
@@ -185,9 +189,7 @@ def test_eos_ends_a_request_unless_ignored(model):
     bias[EOS] = 1e4
     hook = model.lm_head.register_forward_hook(lambda _module, _args, out: out + bias)
     try:
-        stopped, ignored = engine.generate(
-            prompts(3, 4), [SamplingParams(temperature=0, max_new_tokens=3), greedy(3)]
-        )
+        stopped, ignored = engine.generate(prompts(3, 4), [SamplingParams(temperature=0, max_new_tokens=3), greedy(3)])
     finally:
         hook.remove()
     assert (stopped.token_ids, stopped.finish) == ([EOS], "stop")
@@ -377,7 +379,9 @@ def test_text_needs_a_tokenizer(model):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
-@pytest.mark.parametrize("params", [greedy(8), SamplingParams(max_new_tokens=8, seed=3, ignore_eos=True)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "params", [greedy(8), SamplingParams(max_new_tokens=8, seed=3, ignore_eos=True)], ids=["greedy", "sampled"]
+)
 def test_logits_that_are_not_finite_end_only_their_request(model, params, bad):
     work = prompts(5, 7, 3)
     want = make(model).generate(work, params)
@@ -525,7 +529,7 @@ def test_from_pretrained(golden):
 @pytest.fixture
 def running(model):
     """An asynchronous engine; everything must be free at its end."""
-    engine = AsyncEngine(make(model, slots=2))
+    engine = AsyncEngine(make(model, slots=2, pages=240))
     yield engine
     engine.close()
     assert drained(engine.engine)
@@ -569,7 +573,7 @@ def test_closing_the_iterator_aborts_its_request(model, running):
     want = ids_of(make(model).generate(work, greedy(20)))
 
     async def main():
-        stream = running.generate(work[0], greedy(2000))
+        stream = running.generate(work[0], greedy(800))
         first = await anext(stream)
         other = asyncio.create_task(collect(running, work[1], greedy(20)))
         await stream.aclose()
@@ -585,7 +589,7 @@ def test_closing_the_iterator_aborts_its_request(model, running):
 
 def test_a_cancelled_task_aborts_its_request(running):
     async def main():
-        task = asyncio.create_task(collect(running, [1, 2], greedy(2000)))
+        task = asyncio.create_task(collect(running, [1, 2], greedy(800)))
         while not running.engine.has_work:
             await asyncio.sleep(0)
         task.cancel()
@@ -632,12 +636,12 @@ def test_refusals_come_before_anything_is_queued(running):
 
 
 def test_close_ends_running_requests_with_abort(model):
-    engine = AsyncEngine(make(model))
+    engine = AsyncEngine(make(model, pages=240))
 
     async def main():
-        stream = engine.generate([1, 2, 3], greedy(3000))
+        stream = engine.generate([1, 2, 3], greedy(800))
         await anext(stream)
-        waiting = asyncio.create_task(collect(engine, [1, 2], greedy(3000)))
+        waiting = asyncio.create_task(collect(engine, [1, 2], greedy(800)))
         await asyncio.sleep(0)
         await asyncio.to_thread(engine.close)
         rest = [out async for out in stream]

@@ -49,7 +49,9 @@ CASES = [
 
 
 def name_of(params):
-    return f"t{params.temperature}-k{params.top_k}-p{params.top_p}" if isinstance(params, SamplingParams) else str(params)
+    return (
+        f"t{params.temperature}-k{params.top_k}-p{params.top_p}" if isinstance(params, SamplingParams) else str(params)
+    )
 
 
 @pytest.mark.parametrize("params", CASES, ids=name_of)

@@ -179,7 +179,9 @@ def stored(layer, decay):
 
 
 @pytest.mark.parametrize(
-    "shape", [lambda a: a, lambda a: torch.cat([a, torch.zeros(5)]), lambda a: a.view(1, 1, -1, 1)], ids=["H", "H+5", "4D"]
+    "shape",
+    [lambda a: a, lambda a: torch.cat([a, torch.zeros(5)]), lambda a: a.view(1, 1, -1, 1)],
+    ids=["H", "H+5", "4D"],
 )
 def test_decay_is_read_in_every_stored_shape(shape):
     layer = layer_of(config())
@@ -284,7 +286,9 @@ def test_ranks_add_up_to_one(size):
 
     def steps(layer):
         state = layer.new_state(1)
-        return torch.cat([layer(part, batch, state) for part, batch in zip(x.split([20, 1]), batches, strict=True)]), state
+        return torch.cat(
+            [layer(part, batch, state) for part, batch in zip(x.split([20, 1]), batches, strict=True)]
+        ), state
 
     def work(group):
         layer = copy_shard(full, KimiDeltaAttention(full.config, tp=group, dtype=F32))

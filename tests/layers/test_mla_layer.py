@@ -117,7 +117,12 @@ def test_absorbed_equals_expanded_equals_stateless(changes):
     layer = layer_of(config(**changes))
     x = draw(21, 40)
     want = layer(x, Batch.lengths([21]))
-    for chunks, single in (([1] * 21, "decode"), ([1] * 21, "prefill"), ([7, 1, 1, 12], "decode"), ([16, 5], "prefill")):
+    for chunks, single in (
+        ([1] * 21, "decode"),
+        ([1] * 21, "prefill"),
+        ([7, 1, 1, 12], "decode"),
+        ([16, 5], "prefill"),
+    ):
         got, _ = run_chunks(layer, x, chunks, single=single)
         assert_close(f"{chunks} {single}", want, got, LOOSE)
 

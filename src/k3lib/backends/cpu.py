@@ -27,9 +27,13 @@ _FEW_ROUTES = 64  # above it the reference's loop over experts reads less
 CPU = {"cpu"}
 
 
-@functools.cache
 def _constant(value: float) -> torch.Tensor:
-    with torch.inference_mode(mode=False):
+    return torch.tensor(value) if torch.compiler.is_compiling() else _kept_constant(value)
+
+
+@functools.cache
+def _kept_constant(value: float) -> torch.Tensor:
+    with torch.inference_mode(mode=False):  # else it could not take part in a call that records gradients
         return torch.tensor(value, dtype=torch.float32)
 
 
@@ -80,9 +84,7 @@ def _supports_attn_res(spec: AttnResSpec) -> str | None:
 
 
 @register(attn_res, name="cpu", platforms=CPU, priority=10, deterministic=True, supports=_supports_attn_res)
-def attn_res_cpu(
-    prefix, delta, bank, *, score_weight, out_norm_weight, num_blocks, write_block, eps, out_eps
-):
+def attn_res_cpu(prefix, delta, bank, *, score_weight, out_norm_weight, num_blocks, write_block, eps, out_eps):
     """See `k3lib.ops.attn_res`."""
     if prefix is None or delta is None or not num_blocks <= bank.shape[1] or (write_block or 0) >= bank.shape[1]:
         return attn_res.reference(
@@ -139,7 +141,8 @@ def _supports_experts(spec: ExpertsSpec) -> str | None:
 def experts_cpu(x, ids, weights, prepared, *, act_fn):
     """See `k3lib.ops.experts`: for few routes the matrices of each route are read once, without a loop."""
     routes = ids.numel()
-    if not 0 < routes <= _FEW_ROUTES or act_fn.linear_beta is None or x.shape[-1] != prepared.width:
+    fits = x.shape[-1] == prepared.width and ids.shape == weights.shape and len(ids) == len(x)
+    if not (fits and 0 < routes <= _FEW_ROUTES) or act_fn.linear_beta is None:
         return experts.reference(x, ids, weights, prepared, act_fn=act_fn)
     chosen = ids.flatten()
     host = chosen.tolist()
@@ -182,9 +185,7 @@ def _supports_mla(spec: MLASpec) -> str | None:
 
 
 @register(mla_decode, name="cpu", platforms=CPU, priority=10, deterministic=True, supports=_supports_mla)
-def mla_decode_cpu(
-    q, pages, *, latent_dim, page_table, key_lens, cu_seqlens, scale, return_lse=False, plan=None
-):
+def mla_decode_cpu(q, pages, *, latent_dim, page_table, key_lens, cu_seqlens, scale, return_lse=False, plan=None):
     """See `k3lib.ops.mla_decode`: a request at a time while they are few."""
     page_size, width = pages.shape[1:]
     lens = key_lens.tolist()
@@ -248,7 +249,12 @@ def kda_mixer_cpu(
         and conv_state is not None
         and max(rows) < min(state.shape[0], conv_state.shape[0])
         and state.shape[1:] == (heads, out_gate.shape[2], key_dim)
-        and qkv.shape[1] == conv_state.shape[2]
+        and qkv.shape[1] == conv_state.shape[2] == conv_weight.shape[0] == heads * (2 * key_dim + out_gate.shape[2])
+        and conv_state.shape[1] == conv_weight.shape[1] - 1
+        and beta.shape == out_gate.shape[:2] == (count, heads)
+        and norm_weight.shape == out_gate.shape[2:]
+        and params.A_log.shape == (heads,)
+        and params.dt_bias.numel() == heads * key_dim
     )
     if not plain:  # padding, empty requests, and everything that the reference refuses with a reason
         return kda_mixer.reference(

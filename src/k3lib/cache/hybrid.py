@@ -146,5 +146,8 @@ class HybridCache:
             "free_pages": self.free_pages,
             "free_slots": self.free_slots,
             "bytes": self.pool.nbytes,
-            "leases": {n: {"slot": x.slot, "pages": list(x.pages), "tokens": x.length} for n, x in self.allocator.leases.items()},
+            "leases": {
+                n: {"slot": x.slot, "pages": list(x.pages), "tokens": x.length}
+                for n, x in self.allocator.leases.items()
+            },
         }

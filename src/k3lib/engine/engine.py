@@ -51,7 +51,11 @@ class Engine:
     """
 
     def __init__(
-        self, model: KimiK3ForCausalLM, config: EngineConfig | None = None, *, tokenizer: Any = None  # noqa: ANN401
+        self,
+        model: KimiK3ForCausalLM,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: Any = None,  # noqa: ANN401
     ) -> None:
         """Make an engine and its cache.
 
@@ -189,7 +193,7 @@ class Engine:
             except CapacityError:
                 self.cache.close(lease)
                 break
-            rng = random.Random(request.params.seed)  # noqa: S311 - sampling, not cryptography
+            rng = random.Random(request.params.seed)
             self._waiting.pop(0)
             self._running[request.request_id] = _Running(request, lease, rng, list(request.prompt_ids))
         return outputs
@@ -261,7 +265,11 @@ class Engine:
             RequestError: a prompt that can never run; nothing has been queued.
             ConfigError: another number of params than prompts, or text without a tokenizer.
         """
-        each = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else params
+        each = (
+            [params or SamplingParams()] * len(prompts)
+            if params is None or isinstance(params, SamplingParams)
+            else params
+        )
         if len(each) != len(prompts):
             raise ConfigError(f"generate: {len(each)} params for {len(prompts)} prompts")
         requests = [Request(self._ids(p), q) for p, q in zip(prompts, each, strict=True)]
@@ -278,7 +286,12 @@ class Engine:
             for n, r, outs in zip(names, requests, results, strict=True)
         ]
 
-    def stream(self, prompt: Sequence[int] | str, params: SamplingParams | None = None, **sampling: Any) -> Iterator[int]:  # noqa: ANN401
+    def stream(
+        self,
+        prompt: Sequence[int] | str,
+        params: SamplingParams | None = None,
+        **sampling: Any,  # noqa: ANN401 - fields of SamplingParams
+    ) -> Iterator[int]:
         """Yield the tokens of one request as they come: `stream(ids, max_new_tokens=16)`.
 
         Args:

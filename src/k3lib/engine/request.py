@@ -46,9 +46,7 @@ class SamplingParams:
         if self.top_k < 0:
             raise RequestError(f"top_k must be >= 0 (0 = all), got {self.top_k}", param="top_k")
         if self.max_new_tokens < 0:
-            raise RequestError(
-                f"max_new_tokens must be >= 0, got {self.max_new_tokens}", param="max_new_tokens"
-            )
+            raise RequestError(f"max_new_tokens must be >= 0, got {self.max_new_tokens}", param="max_new_tokens")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from k3lib.errors import ConfigError
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Sequence
 
     from torch import Tensor
@@ -44,7 +44,9 @@ def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> tuple[Tens
     probs = probs / probs.sum(-1, keepdim=True)
     top_p = torch.tensor([p.top_p for p in params], device=device)
     before = probs.cumsum(-1) - probs
-    probs = probs.masked_fill((before >= top_p[:, None]) & (rank > 0), 0)
+    # top_p 1 keeps all: the rounded sum may reach 1 before the end
+    cut = (before >= top_p[:, None]) & (top_p < 1)[:, None] & (rank > 0)
+    probs = probs.masked_fill(cut, 0)
     return probs / probs.sum(-1, keepdim=True), ids
 
 

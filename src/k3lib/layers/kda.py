@@ -41,7 +41,7 @@ def live_decay(name: str, stored: Tensor, num_heads: int) -> Tensor:
         raise CheckpointError(f"{name}: shape {tuple(stored.shape)}, expected (1, 1, {num_heads}, 1)")
     if stored.ndim not in {1, 4} or stored.numel() < num_heads:
         raise CheckpointError(
-            f"{name}: shape {tuple(stored.shape)} has {stored.numel()} entries, but there are {num_heads} heads; expected "
+            f"{name}: shape {tuple(stored.shape)} has {stored.numel()} entries for {num_heads} heads; expected "
             f"[{num_heads}], a longer vector, or [1, 1, {num_heads}, 1]"
         )
     return stored.reshape(-1)[:num_heads]
@@ -179,7 +179,7 @@ class KimiDeltaAttention(K3Module):
         c, tokens, heads = self.config, x.shape[0], self.num_heads
         channels = heads * (2 * c.key_dim + c.value_dim)
         gate_width = heads * c.value_dim if c.full_rank_gate else c.gate_rank
-        qkv, low_rank, beta, out_gate = self._front(x).split([channels, c.gate_rank, heads, gate_width], dim=-1)
+        qkv, low_rank, beta, out_gate = torch.split(self._front(x), [channels, c.gate_rank, heads, gate_width], dim=-1)
         gate = self.f_b_proj(low_rank).view(tokens, heads, c.key_dim)
         if not c.full_rank_gate:
             out_gate = self.g_b_proj(out_gate)

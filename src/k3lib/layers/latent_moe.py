@@ -92,7 +92,7 @@ class Experts(K3Module):
         """The canonical weights that the op takes."""
         return self.packed if self.packed is not None else ops.ExpertWeights(self.w13, self.w2)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Experts:  # noqa: ANN401, FBT001, FBT002
+    def _apply(self, fn: Any, recurse: bool = True) -> Experts:  # noqa: ANN401 - torch's signature
         super()._apply(fn, recurse)
         if self.packed is not None:
             # move, never cast: the bytes are codes
@@ -104,9 +104,7 @@ class Experts(K3Module):
 
     def forward(self, x: Tensor, routing: ops.Routing) -> Tensor:
         """Weighted sum over the chosen experts of `[T, L]`; partial sums of the ranks are reduced here."""
-        return self.tp.all_reduce(
-            ops.experts(x, routing.ids, routing.weights, self.weights, act_fn=self.config.act)
-        )
+        return self.tp.all_reduce(ops.experts(x, routing.ids, routing.weights, self.weights, act_fn=self.config.act))
 
 
 class LatentMoE(K3Module):

@@ -114,9 +114,9 @@ class K3Module(nn.Module):
         """Groups of weights that read the same input."""
         return ()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> K3Module:  # noqa: FBT001, FBT002
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> K3Module:
         kept = {name: self._parameters[name].data for name in self.wide if self._parameters.get(name) is not None}  # type: ignore[union-attr]
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in kept.items():
             now = self._parameters[name]
             assert now is not None, "cast does not remove parameters"
@@ -203,7 +203,8 @@ class Fused:
         records = torch.is_grad_enabled()
         for module, place in zip(self.modules, self._places, strict=True):
             weight = module._parameters["weight"]
-            if weight is None or weight.data_ptr() != place or module._forward_hooks or (records and weight.requires_grad):
+            hooked = module._forward_hooks or module._forward_pre_hooks
+            if weight is None or weight.data_ptr() != place or hooked or (records and weight.requires_grad):
                 return None
         return self.weight
 

@@ -106,7 +106,7 @@ class GatedMLA(K3Module):
         Returns:
             `[T, D]`.
         """
-        front, latent, shared, *gate = self._front(x).split(self._widths, dim=-1)
+        front, latent, shared, *gate = torch.split(self._front(x), self._widths, dim=-1)
         q = self._queries(front)
         latent = torch.cat([self.kv_a_layernorm(latent), shared], dim=-1)  # the shared part is not normed
         if cache is not None:
@@ -131,9 +131,9 @@ class GatedMLA(K3Module):
     def _expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Keys `[n, H, nope + R]` and values `[n, H, v]` of latent rows."""
         c = self.config
-        compressed, shared = latent.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        compressed, shared = torch.split(latent, [c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
         kv = self.kv_b_proj(compressed).view(-1, self.num_heads, c.qk_nope_head_dim + c.v_head_dim)
-        k, v = kv.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
+        k, v = torch.split(kv, [c.qk_nope_head_dim, c.v_head_dim], dim=-1)
         return torch.cat([k, shared[:, None].expand(-1, self.num_heads, -1)], dim=-1), v
 
     def _attend_expanded(self, q: Tensor, latent: Tensor, batch: Batch, cache: LatentPages | None) -> Tensor:
@@ -162,8 +162,8 @@ class GatedMLA(K3Module):
         assert batch.page_table is not None, "checked in forward"
         assert batch.key_lens is not None, "checked in forward"
         weight = self.kv_b_proj.weight.view(self.num_heads, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
-        w_uk, w_uv = weight.split([c.qk_nope_head_dim, c.v_head_dim], dim=1)
-        plain, shared = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        w_uk, w_uv = torch.split(weight, [c.qk_nope_head_dim, c.v_head_dim], dim=1)
+        plain, shared = torch.split(q, [c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         absorbed = (plain.transpose(0, 1) @ w_uk).transpose(0, 1)  # [T, H, L]
         out = ops.mla_decode(
             torch.cat([absorbed, shared], dim=-1),
@@ -175,4 +175,5 @@ class GatedMLA(K3Module):
             scale=c.scale,
         )
         assert isinstance(out, torch.Tensor), "no lse was asked for"
-        return (out.transpose(0, 1) @ w_uv.mT).transpose(0, 1)
+        values: Tensor = (out.transpose(0, 1) @ w_uv.mT).transpose(0, 1)
+        return values

@@ -11,6 +11,7 @@ from k3lib.parallel.group import LOCAL, Group
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import Tensor
 
     from k3lib.config import SiTU
@@ -45,5 +46,7 @@ class SiTUMLP(K3Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply to `[T, hidden]`."""
-        out: Tensor = self.down_proj(ops.situ_and_mul(self._front(x), beta=self.act.beta, linear_beta=self.act.linear_beta))
+        out: Tensor = self.down_proj(
+            ops.situ_and_mul(self._front(x), beta=self.act.beta, linear_beta=self.act.linear_beta)
+        )
         return out

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from k3lib import ops
 from k3lib.layers.linear import K3Module, parameter, wide_dtype
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = ["GatedRMSNorm", "RMSNorm"]

@@ -114,7 +114,7 @@ def short_conv(
         )
     lengths = host_lengths(cu_seqlens, num_tokens)
     rows = host_slots(slots, conv_state, len(lengths))
-    wanted = check_saves(saves, lengths, conv_state)
+    wanted = check_saves(saves, lengths, rows, conv_state)
 
     past = width - 1
     # history: the left context of every request, then all new tokens; a window is W indices into it

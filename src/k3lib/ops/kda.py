@@ -237,7 +237,7 @@ def _begin(
     _check_layer(params, state, heads, key_dim, value_dim)
     lengths = host_lengths(cu_seqlens, num_tokens)
     rows = host_slots(slots, state, len(lengths))
-    wanted = check_saves(saves, lengths, state)
+    wanted = check_saves(saves, lengths, rows, state)
 
     dtype = compute_dtype(v)
     if rows is None or state is None:
@@ -483,8 +483,9 @@ def _factored_products(k: Tensor, q: Tensor, log_decay: Tensor) -> tuple[Tensor,
     half = log_decay.shape[2] // 2
     # sums from the middle outwards: small where they are exact, and half as large as sums from the start
     before = F.pad(log_decay[:, :, 1:half].flip(2).cumsum(2).flip(2), (0, 0, 0, 1))
-    grown = torch.cat([-before, log_decay[:, :, half:].cumsum(2)], dim=2).exp()
-    right = (k / grown).mT
+    sums = torch.cat([-before, log_decay[:, :, half:].cumsum(2)], dim=2)
+    grown = sums.exp()
+    right = (k * (-sums).exp()).mT  # not k / grown, whose gradient needs the square of the inverse
     return ((k * grown) @ right).tril(), ((q * grown) @ right).tril()
 
 

@@ -296,6 +296,5 @@ def _experts_by_route(
     w13, w2 = prepared.decode(torch.where(here, local, 0).flatten(), x.dtype)
     inputs = x[:, None].expand(-1, top_k, -1).reshape(num_tokens * top_k, x.shape[-1], 1)
     hidden = situ_and_mul((w13 @ inputs).squeeze(-1), beta=act_fn.beta, linear_beta=act_fn.linear_beta)
-    out = (w2 @ hidden[..., None]).view(num_tokens, top_k, x.shape[-1]).to(dtype)
-    weights = weights.to(dtype).masked_fill(~here, 0)
-    return (out * weights[..., None]).sum(1).to(x.dtype)
+    out = (w2 @ hidden[..., None]).view(num_tokens, top_k, x.shape[-1]).to(dtype) * weights.to(dtype)[..., None]
+    return out.masked_fill(~here[..., None], 0).sum(1).to(x.dtype)

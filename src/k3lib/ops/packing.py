@@ -70,17 +70,21 @@ def host_slots(slots: Tensor | None, state: Tensor | None, num_requests: int) ->
     return values
 
 
-def check_saves(saves: StateSaves | None, lengths: list[int], state: Tensor | None) -> list[tuple[int, int, int]]:
+def check_saves(
+    saves: StateSaves | None, lengths: list[int], slots: list[int] | None, state: Tensor | None
+) -> list[tuple[int, int, int]]:
     """Return `(request, offset, slot)` of each interior state that is wanted; slots <= 0 are dropped.
 
     Raises:
-        ConfigError: a request, offset or slot out of range, or saves in a stateless call.
+        ConfigError: a request, offset or slot out of range, a slot that is saved to twice or belongs to a request of
+            this call, or saves in a stateless call.
     """
     if saves is None:
         return []
-    if state is None:
+    if state is None or slots is None:
         raise ConfigError("saves need a state pool: state and slots are None")
     wanted = []
+    taken = {slot for slot in slots if slot > 0}
     for request, offset, slot in zip(saves.requests, saves.offsets, saves.slots.tolist(), strict=True):
         if not 0 <= request < len(lengths):
             raise ConfigError(f"saves: request {request} is not among {len(lengths)} requests")
@@ -90,7 +94,10 @@ def check_saves(saves: StateSaves | None, lengths: list[int], state: Tensor | No
             )
         if slot >= state.shape[0]:
             raise ConfigError(f"saves: slot {slot} is past the end of a pool with rows 0..{state.shape[0] - 1}")
+        if slot in taken:
+            raise ConfigError(f"saves: slot {slot} is saved to twice, or belongs to a request of this call")
         if slot > 0:
+            taken.add(slot)
             wanted.append((request, offset, slot))
     return wanted
 

@@ -52,6 +52,7 @@ R = TypeVar("R")
 F = TypeVar("F", bound="Callable[..., Any]")
 
 REFERENCE = "reference"
+COMPOSED = "composed"
 
 
 class Spec(Protocol):
@@ -168,6 +169,8 @@ class Decision:
 def _rank(impl: Impl) -> str:
     if impl.name == REFERENCE:
         return "the readable reference"
+    if impl.name == COMPOSED:
+        return "in terms of narrower ops"
     return f"priority {impl.priority}" + (", experimental" if impl.experimental else "")
 
 
@@ -458,6 +461,8 @@ def _decide(op: Op[Any, Any], spec: Spec | None, target: Target, options: _Optio
     rejected = tuple((impl.name, reason) for impl, reason in reasons.items() if reason is not None)
     forced = dict(options.per_op).get(op.name)
     wanted = forced or options.family
+    if wanted == REFERENCE:
+        wanted = op.default  # of a wide op: the one in terms of narrower ops
     chosen = next((impl for impl in able if impl.name == wanted), None)
     if chosen is not None:
         return Decision(op.name, target, chosen, able, rejected, options.forced_by)

@@ -121,7 +121,9 @@ class Explain:
         from k3lib.config import KimiK3Config
         from k3lib.server.reports import explain_model
 
-        config = KimiK3Config.tiny() if self.model_path is None else KimiK3Config.from_hf(Folder(self.model_path).config())
+        config = (
+            KimiK3Config.tiny() if self.model_path is None else KimiK3Config.from_hf(Folder(self.model_path).config())
+        )
         print(explain_model(config, arch=self.arch, tp_size=self.tp_size))
         return 0
 
@@ -282,7 +284,7 @@ def _run(command: MakeTiny | Generate | Explain | Inspect | Doctor | Serve) -> i
 
 def main() -> None:
     """Run `k3lib`."""
-    sys.exit(_run(tyro.cli(Command, prog="k3lib", description="Kimi-K3 in modular PyTorch.")))  # type: ignore[arg-type]
+    sys.exit(_run(tyro.cli(Command, prog="k3lib", description="Kimi-K3 in modular PyTorch.")))
 
 
 def serve() -> None:

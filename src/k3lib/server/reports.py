@@ -25,7 +25,9 @@ __all__ = ["doctor", "explain_model", "inspect_checkpoint"]
 # ---- which kernels ------------------------------------------------------------------------------
 
 
-def model_specs(config: KimiK3Config, *, tp_size: int = 1, dtype: torch.dtype = torch.bfloat16) -> list[tuple[str, Any]]:
+def model_specs(
+    config: KimiK3Config, *, tp_size: int = 1, dtype: torch.dtype = torch.bfloat16
+) -> list[tuple[str, Any]]:
     """The calls a model makes: pairs of `op/phase` and spec."""
     text = config.text
     mla, hidden = text.mla, text.hidden_size
@@ -37,14 +39,17 @@ def model_specs(config: KimiK3Config, *, tp_size: int = 1, dtype: torch.dtype = 
         spec = KDASpec.from_config(config, tp_size=tp_size, mode=mode, dtype=dtype)
         specs.append((f"kda_mixer/{mode}", spec))
         specs.append((f"kda_{'chunk' if mode == 'prefill' else 'recurrent'}/{mode}", spec))
-    conv = dict(width=text.kda.conv_width, dtype=dtype, stateful=True)
+    channels = text.kda.conv_channels // tp_size
     specs += [
-        ("short_conv/decode", ops.ConvSpec(channels=text.kda.conv_channels // tp_size, tokens_per_request="1", **conv)),
+        (
+            "short_conv/decode",
+            ops.ConvSpec(
+                channels=channels, width=text.kda.conv_width, dtype=dtype, stateful=True, tokens_per_request="1"
+            ),
+        ),
         (
             "attention_varlen/prefill",
-            ops.AttentionSpec(
-                heads=heads, key_dim=mla.qk_head_dim, value_dim=mla.v_head_dim, dtype=dtype, causal=True
-            ),
+            ops.AttentionSpec(heads=heads, key_dim=mla.qk_head_dim, value_dim=mla.v_head_dim, dtype=dtype, causal=True),
         ),
         (
             "mla_decode/decode",
@@ -66,13 +71,18 @@ def model_specs(config: KimiK3Config, *, tp_size: int = 1, dtype: torch.dtype = 
         ("rms_norm/all", ops.NormSpec(width=hidden, dtype=dtype, weight_dtype=dtype)),
         (
             "situ_and_mul/all",
-            ops.SiTUSpec(width=text.intermediate_size // tp_size, dtype=dtype, capped_up=text.act.linear_beta is not None),
+            ops.SiTUSpec(
+                width=text.intermediate_size // tp_size, dtype=dtype, capped_up=text.act.linear_beta is not None
+            ),
         ),
     ]
     if text.moe is not None:
         moe = text.moe
         specs += [
-            ("route/all", ops.RouteSpec(experts=moe.num_experts, top_k=moe.top_k, num_groups=moe.num_groups, dtype=dtype)),
+            (
+                "route/all",
+                ops.RouteSpec(experts=moe.num_experts, top_k=moe.top_k, num_groups=moe.num_groups, dtype=dtype),
+            ),
             ("experts/all", ops.ExpertsSpec.from_config(config, tp_size=tp_size, dtype=dtype)),
         ]
     return specs
@@ -113,7 +123,7 @@ def explain_model(config: KimiK3Config, *, arch: str | None = None, tp_size: int
 
 def _human(count: int) -> str:
     value, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):  # noqa: B007 - the last one is used
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
             break
         value /= 1024
@@ -162,7 +172,10 @@ def inspect_checkpoint(path: str, *, revision: str | None = None) -> tuple[str, 
         for info in stored.values():
             counts[key(info)] += 1
             sizes[key(info)] += info.nbytes
-        lines += [title, *_table((label, counts[label], sizes[label]) for label in sorted(counts, key=lambda k: -sizes[k]))]
+        lines += [
+            title,
+            *_table((label, counts[label], sizes[label]) for label in sorted(counts, key=lambda k: -sizes[k])),
+        ]
     try:
         config = KimiK3Config.from_hf(raw)
         with torch.device("meta"):
