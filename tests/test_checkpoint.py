@@ -342,7 +342,7 @@ BROKEN = [
     (_fp8_experts, [r"FP8 experts are not implemented"]),
     (
         _all_renamed,
-        [r"unexpected: backbone\.language_model", r"… and \d+ more", r"missing: model\.embed_tokens\.weight"],
+        [r"[1-9]\d* unexpected", r"… and \d+ more", r"missing: model\.embed_tokens\.weight"],
     ),
 ]
 
@@ -352,8 +352,6 @@ def test_wrong_tensors_are_named_and_nothing_is_read(small, tmp_path, reads, dam
     config, tensors = read(small)
     damage(tensors)
     folder = write(tmp_path / "broken", config, tensors)
-    if damage is _all_renamed:
-        patterns = patterns[1:]  # the missing fill the ten lines
     with pytest.raises(CheckpointError) as caught:
         load(folder)
     for pattern in [re.escape(str(folder)), *patterns]:
@@ -946,7 +944,8 @@ def expected_values(weights, form):
         ]
     if weights.format == "mxfp4":
         return held_values(weights)  # the cast is exact
-    return [[quant.nvfp4_decode(*quant.nvfp4_encode(x), torch.float32) for x in pair] for pair in held_values(weights)]
+    encoded = [[quant.nvfp4_encode(x) for x in pair] for pair in held_values(weights)]
+    return [[quant.nvfp4_decode(*x, torch.float32) for x in pair] for pair in encoded]
 
 
 @pytest.mark.parametrize("held", ["", "_mxfp4", "_nvfp4"], ids=["bf16", "mxfp4", "nvfp4"])

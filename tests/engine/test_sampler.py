@@ -108,7 +108,7 @@ def test_a_seed_gives_the_same_token_in_any_company():
         for place in range(4):
             rows = torch.randn(4, 50)
             rows[place] = row
-            mixed = others[:place] + [params] + others[place:]
+            mixed = [*others[:place], params, *others[place:]]
             assert sample(rows, mixed, generators(*[seed if i == place else 99 for i in range(4)]))[place] == alone
 
 

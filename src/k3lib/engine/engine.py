@@ -410,8 +410,8 @@ class AsyncEngine:
             try:
                 outputs = self.engine.step()
             except Exception:
+                self._end_all("error")  # before the table, which may fail for the same reason
                 logger.exception("a step failed; its requests end with an error\n%s", decisions(self.engine.model))
-                self._end_all("error")
                 continue
             for out in outputs:
                 self._deliver(out)

@@ -501,7 +501,6 @@ def _cached_choice(op_name: str, spec: Spec, device_type: str, options: _Options
     return _resolve(op, spec, op.local_target(device_type), options).name
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _choose_while_compiling(op_name: str, spec_type: type[Any], facts: tuple[object, ...], device_type: str) -> str:
     """The choice as a constant of the graph, so that neither context variables nor caches are traced.
 
@@ -509,6 +508,10 @@ def _choose_while_compiling(op_name: str, spec_type: type[Any], facts: tuple[obj
     """
     spec = spec_type(**dict(zip(spec_type.__slots__, facts, strict=True)))
     return _cached_choice(op_name, spec, device_type, _current())
+
+
+# what torch.compiler.assume_constant_result sets; calling it would import the compiler, which costs two seconds
+_choose_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _forget_choices() -> None:
