@@ -679,8 +679,14 @@ def test_other_geometries_round_trip(tmp_path, changes, dtype):
     model.save_pretrained(tmp_path)
     again = load(tmp_path)
     assert again.config.text == model.config.text
+    for name, x in model.named_parameters():
+        if not name.endswith("A_log"):
+            assert dict(again.named_parameters())[name].equal(x), name
     assert logits(again).isfinite().all()
-    assert logits(again).equal(logits(model))
+    if dtype == torch.float32:  # loading joins weights that share an input: another path, other roundings
+        torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=1e-4)
+    again.save_pretrained(tmp_path / "again")
+    assert logits(load(tmp_path / "again")).equal(logits(again))
 
 
 def pack_resident(tensors, bases):

@@ -481,7 +481,9 @@ class _Reader:
 def _is_kind(value: Any, types: tuple[type, ...]) -> bool:  # noqa: ANN401 - JSON
     if isinstance(value, bool):  # which is an int to Python
         return bool in types
-    return isinstance(value, types) and (list not in types or all(type(x) is int for x in value))
+    if list in types:
+        return isinstance(value, (list, tuple)) and all(type(x) is int for x in value)
+    return isinstance(value, types)
 
 
 def _read_config(config: Mapping[str, Any]) -> KimiK3Config:

@@ -333,12 +333,11 @@ def test_a_stream_ends_when_its_request_is_aborted(model):
         ([], 4, "the prompt is empty"),
         ([1, 256], 4, r"token id 256 is outside the vocabulary 0\.\.255"),
         ([-1], 4, "token id -1 is outside"),
-        ([1] * 60, 5, "60 prompt tokens and max_new_tokens=5 exceed the context of 64 tokens"),
-        ([1] * 30, 3, "30 prompt tokens and max_new_tokens=3 can never fit the 32 tokens of the KV pool"),
+        ([1] * 30, 3, "30 prompt tokens and max_new_tokens=3 exceed the context of 32 tokens"),
     ],
 )
 def test_a_request_that_can_never_run_is_refused(model, ids, tokens, pattern):
-    engine = make(model, pages=4, context_length=64)
+    engine = make(model, context_length=32)
     good = prompts(3)[0]
     for call in (
         lambda: engine.add(Request(ids, greedy(tokens))),
@@ -486,7 +485,18 @@ def test_bad_limits_are_refused(changes, pattern):
 def test_a_context_beyond_the_positions_is_refused(model):
     with pytest.raises(ConfigError, match="context_length=4097 exceeds the model's 4096 positions"):
         Engine(model, EngineConfig(context_length=4097))
-    assert make(model).context_length == 4096
+    assert Engine(model, EngineConfig(max_running_requests=1)).context_length == 4096
+    assert make(model, context_length=100).context_length == 100
+
+
+def test_a_pool_smaller_than_the_context_limits_it_with_a_warning(model, caplog):
+    engine = make(model, pages=4)
+    assert engine.context_length == 32
+    assert "context limited to 32 tokens by the KV pool (4 pages of 8)" in caplog.text
+    engine.check_request(Request([1] * 30, greedy(2)))
+    with pytest.raises(RequestError, match="exceed the context of 32 tokens"):
+        engine.add(Request([1] * 30, greedy(3)))
+    assert drained(engine)
 
 
 def test_derived_pools_hold_full_contexts(model):

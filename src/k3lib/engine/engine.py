@@ -75,6 +75,16 @@ class Engine:
         if self.context_length > positions:
             raise ConfigError(f"context_length={self.context_length} exceeds the model's {positions} positions")
         cache = self.config.cache or derive_cache(model, self.config, self.context_length)
+        room = cache.num_pages * cache.page_size
+        if room < self.context_length:
+            logger.warning(
+                "context limited to %d tokens by the KV pool (%d pages of %d), the model has %d positions",
+                room,
+                cache.num_pages,
+                cache.page_size,
+                positions,
+            )
+            self.context_length = room
         self.cache = HybridCache.allocate(
             model.config, cache, device=model.device, dtype=model.dtype, tp_size=model.mesh.tp.size
         )
@@ -113,13 +123,6 @@ class Engine:
             raise RequestError(
                 f"{len(ids)} prompt tokens and max_new_tokens={request.params.max_new_tokens} exceed the context of "
                 f"{self.context_length} tokens",
-                param="prompt",
-            )
-        room = self.cache.config.num_pages * self.cache.config.page_size
-        if total > room:
-            raise RequestError(
-                f"{len(ids)} prompt tokens and max_new_tokens={request.params.max_new_tokens} can never fit the "
-                f"{room} tokens of the KV pool",
                 param="prompt",
             )
 
