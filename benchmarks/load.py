@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import save_file
 
 from k3lib import KimiK3ForCausalLM
-from k3lib.checkpoint import stored_layout
 from k3lib.config import KimiK3Config, tiny_hf_config
+from k3lib.export import stored_layout
 
 
 def write(folder: Path, megabytes: int) -> int:

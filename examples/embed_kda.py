@@ -9,8 +9,6 @@ from k3lib.layers import KimiDeltaAttention
 torch.manual_seed(0)
 config = KDAConfig(hidden_size=256, num_heads=4, key_dim=32, value_dim=64, gate_lower_bound=-5.0)
 kda = KimiDeltaAttention(config).requires_grad_(False)
-for weight in kda.parameters():  # a layer is made without values: yours come from training or a checkpoint
-    torch.nn.init.normal_(weight, std=0.05)
 
 x = torch.randn(10, 256)  # two sequences of 6 and 4 tokens, packed end to end
 y = kda(x, Batch.lengths([6, 4]))

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from k3lib import Batch, KimiK3Config, KimiK3ForCausalLM, Mesh, checkpoint
+from k3lib import Batch, KimiK3Config, KimiK3ForCausalLM, Mesh, checkpoint, export
 from k3lib.errors import CheckpointError, ConfigError
 from k3lib.layers import Experts, KimiDeltaAttention
 from k3lib.layers.linear import placement
@@ -87,7 +87,7 @@ def small(tmp_path_factory):
     """A small checkpoint of plain weights, with vision tensors; read only."""
     folder = tmp_path_factory.mktemp("small")
     model = random_model()
-    layout = checkpoint.vision_layout(model.config.vision)
+    layout = export.vision_layout(model.config.vision)
     vision = {name: torch.full(shape, 0.5, dtype=torch.bfloat16) for name, shape in layout.items()}
     model.save_pretrained(folder, extra=vision)
     return folder
@@ -1041,7 +1041,7 @@ def test_the_layout_announces_what_is_written(small, tmp_path):
     for form in (None, "mxfp4", "nvfp4"):
         model.save_pretrained(tmp_path, experts=form)
         stored = checkpoint.Folder(tmp_path).tensors()
-        assert checkpoint.stored_layout(model, form) == {n: (i.dtype, i.shape) for n, i in stored.items()}
+        assert export.stored_layout(model, form) == {n: (i.dtype, i.shape) for n, i in stored.items()}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from k3lib import KimiK3Config, KimiK3ForCausalLM
-from k3lib.checkpoint import stored_layout, vision_layout
+from k3lib.export import stored_layout, vision_layout
 
 SPEC = pathlib.Path(__file__).resolve().parents[2] / "shared" / "spec"
 BYTES = {"BF16": 2, "F32": 4, "U8": 1}

@@ -271,9 +271,20 @@ def test_any_chunking_gives_the_same_logits(data):
     assert_close(str(chunks), whole(40), run_chunks(tiny(), prompt_of(40), chunks), LOGITS)
 
 
-@pytest.mark.parametrize("mode", ["decode", "prefill", "verify"])
+@pytest.mark.parametrize("mode", ["decode", "prefill"])
 def test_token_by_token_gives_the_same_logits(mode):
     assert_close(mode, whole(24), run_chunks(tiny(), prompt_of(24), [1] * 24, mode=mode), LOGITS)
+
+
+def test_a_verify_step_without_scratch_is_refused_and_leaves_the_committed_state_alone():
+    model = tiny()
+    cache = HybridCache.allocate(model.config, CacheConfig(num_pages=2, num_slots=1), dtype=torch.float32)
+    with cache.lease([1, 2, 3]) as lease:
+        cache.grow(lease, tokens=3)
+        batch = cache.make_batch([(lease, [1, 2, 3])], mode="verify")
+        with pytest.raises(ConfigError, match="no verify scratch"):
+            model(batch, cache)
+        assert not cache.pool.kda.state.any()
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 130])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from k3lib import checkpoint, ops
+from k3lib import checkpoint, export, ops
 from k3lib.config import KimiK3Config, TextConfig
 from k3lib.errors import ConfigError, RequestError
 from k3lib.layers import (
@@ -73,6 +73,11 @@ class KimiK3DecoderLayer(K3Module):
         if text.attn_res is not None:
             _residual_weights(self, "self_attention_res", text, place)
             _residual_weights(self, "mlp_res", text, place)
+            self.attn_read = _reader(self, "self_attention_res", self.input_layernorm)
+            self.mlp_read = _reader(self, "mlp_res", self.post_attention_layernorm)
+        else:
+            self.attn_read = AttnRes(None, None, self.input_layernorm)
+            self.mlp_read = AttnRes(None, None, self.post_attention_layernorm)
         if self.kind == "kda":
             self.self_attn: nn.Module = KimiDeltaAttention(text.kda, tp=mesh.tp, **place)
         else:
@@ -83,16 +88,6 @@ class KimiK3DecoderLayer(K3Module):
         else:
             assert text.moe is not None, "checked by TextConfig"
             self.block_sparse_moe = LatentMoE(text.moe, tp=mesh.tp, **place)
-
-    @property
-    def attn_read(self) -> AttnRes:
-        """The weights of the read in front of attention."""
-        return _reader(self, "self_attention_res", self.input_layernorm)
-
-    @property
-    def mlp_read(self) -> AttnRes:
-        """The weights of the read in front of the feed-forward part."""
-        return _reader(self, "mlp_res", self.post_attention_layernorm)
 
     def forward(self, stream: AttnResStream, batch: Batch, cache: CacheViews | None) -> None:
         """Advance `stream` by this layer."""
@@ -263,7 +258,7 @@ class KimiK3Model(K3Module):
             return self.layers[layer + 1].attn_read
         if layer + 1 < self.text.num_layers and taps is not None and taps.kind == "mixture":
             raise ConfigError(
-                f"the mixture after layer {layer} needs the weights of layer {layer + 1}, which this model does not hold"
+                f"the mixture after layer {layer} needs weights of layer {layer + 1}, which this model does not hold"
             )
         if not self.has_output:
             return self.layers[layer].mlp_read  # a prefix tap does not read
@@ -422,7 +417,7 @@ class KimiK3ForCausalLM(K3Module):
         Raises:
             ConfigError: the model is a slice or one rank's part, or has no `config.json` to write.
         """
-        checkpoint.save(self, self.config, path, experts=experts, max_file_bytes=max_file_bytes, extra=extra or {})
+        export.save(self, self.config, path, experts=experts, max_file_bytes=max_file_bytes, extra=extra or {})
 
 
 def _last_tokens(hidden: Tensor, batch: Batch) -> Tensor:

@@ -27,14 +27,16 @@ _FEW_ROUTES = 64  # above it the reference's loop over experts reads less
 CPU = {"cpu"}
 
 
-def _constant(value: float) -> torch.Tensor:
-    return torch.tensor(value) if torch.compiler.is_compiling() else _kept_constant(value)
-
-
-@functools.cache
-def _kept_constant(value: float) -> torch.Tensor:
+def _make_constant(value: float) -> torch.Tensor:
     with torch.inference_mode(mode=False):  # else it could not take part in a call that records gradients
         return torch.tensor(value, dtype=torch.float32)
+
+
+_kept_constant = functools.cache(_make_constant)
+
+
+def _constant(value: float) -> torch.Tensor:
+    return torch.tensor(value) if torch.compiler.is_dynamo_compiling() else _kept_constant(value)
 
 
 def _dtypes(*dtypes: torch.dtype) -> str | None:
@@ -272,9 +274,17 @@ def kda_mixer_cpu(
             slots=slots,
             cu_seqlens=cu_seqlens,
         )
+    recorded = torch.is_grad_enabled()
+    # neighbouring slots are a view of the pool; while gradients are recorded the pool is only written at the end
+    view = not recorded and rows == list(range(rows[0], rows[0] + count))
     index = slots.long()
-    window = torch.cat([conv_state.index_select(0, index).to(qkv.dtype), qkv.unsqueeze(1)], dim=1)
-    conv_state.index_copy_(0, index, window.narrow(1, 1, conv_state.shape[1]).to(conv_state.dtype))
+    past = conv_state.narrow(0, rows[0], count) if view else conv_state.index_select(0, index)
+    window = torch.cat([past.to(qkv.dtype), qkv.unsqueeze(1)], dim=1)
+    after = window.narrow(1, 1, conv_state.shape[1])
+    if view:
+        past.copy_(after)
+    else:
+        conv_state.index_copy_(0, index, after.to(conv_state.dtype))
     mixed = F.silu((window.float() * conv_weight.t()).sum(1)).to(qkv.dtype).float()
     both = mixed.narrow(1, 0, 2 * heads * key_dim).view(count, 2, heads, key_dim)
     v = mixed.narrow(1, 2 * heads * key_dim, heads * out_gate.shape[2]).view(count, heads, -1)
@@ -287,10 +297,14 @@ def kda_mixer_cpu(
         log_decay = -rate * F.softplus(logits)
     else:
         log_decay = torch.sigmoid(rate * logits) * _constant(params.lower_bound)
-    s = state.index_select(0, index).float() * log_decay.exp().unsqueeze(2)
+    before = state.narrow(0, rows[0], count) if view else state.index_select(0, index)
+    s = before.float() * log_decay.exp().unsqueeze(2)
     error = v - (s * k.unsqueeze(2)).sum(-1)
     s = torch.addcmul(s, (error * torch.sigmoid(beta.float()).unsqueeze(-1)).unsqueeze(-1), k.unsqueeze(2))
-    state.index_copy_(0, index, s.to(state.dtype))
+    if view:
+        before.copy_(s)
+    else:
+        state.index_copy_(0, index, s.to(state.dtype))
     out = (s * (q * _constant(scale)).unsqueeze(2)).sum(-1)
     out = out.to(qkv.dtype).float()
     normed = out * _inverse_rms(out, norm_eps) * norm_weight

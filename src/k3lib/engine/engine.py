@@ -19,7 +19,7 @@ from k3lib.cache import HybridCache
 from k3lib.engine.config import EngineConfig, derive_cache
 from k3lib.engine.request import FinishReason, Output, Request, SamplingParams, StepOutput
 from k3lib.engine.sampler import sample
-from k3lib.errors import CapacityError, ConfigError, RequestError
+from k3lib.errors import CapacityError, ConfigError, K3Error, RequestError
 from k3lib.model import KimiK3ForCausalLM
 
 if TYPE_CHECKING:
@@ -78,11 +78,12 @@ class Engine:
         room = cache.num_pages * cache.page_size
         if room < self.context_length:
             logger.warning(
-                "context limited to %d tokens by the KV pool (%d pages of %d), the model has %d positions",
+                "context limited to %d tokens by the KV pool (%d pages of %d); %d were %s",
                 room,
                 cache.num_pages,
                 cache.page_size,
-                positions,
+                self.context_length,
+                "asked for" if self.config.context_length else "the model's positions",
             )
             self.context_length = room
         self.cache = HybridCache.allocate(
@@ -304,6 +305,8 @@ class Engine:
 
         Raises:
             ConfigError: both `params` and single fields.
+            RequestError: a prompt that can never run.
+            K3Error: while iterating, if the logits of the request are not finite.
         """
         if params is not None and sampling:
             raise ConfigError(f"stream: give params or single fields, not both ({', '.join(sampling)})")
@@ -316,6 +319,8 @@ class Engine:
         try:
             for out in self._outputs(name):
                 yield from out.token_ids
+                if out.finish == "error":
+                    raise K3Error(f"{name} ended with an error: its logits are not finite")
         finally:
             self._forget(name)
 
@@ -406,15 +411,15 @@ class AsyncEngine:
                 if kind == "stop":
                     self._end_all("abort")
                     return
-                if kind == "add":
-                    self.engine.add(value)
-                else:
+                if kind == "abort":
                     self.engine.abort(value)
+                elif value.request_id in self._sinks:  # else it has been told the end of already
+                    self.engine.add(value)
             try:
                 outputs = self.engine.step()
             except Exception:
-                self._end_all("error")  # before the table, which may fail for the same reason
-                logger.exception("a step failed; its requests end with an error\n%s", decisions(self.engine.model))
+                self._end_all("error")
+                logger.exception("a step failed; its requests end with an error")
                 continue
             for out in outputs:
                 self._deliver(out)

@@ -5,7 +5,7 @@ Shapes: T packed tokens, D hidden size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -38,8 +38,10 @@ class AttnRes(NamedTuple):
         """Norm weight times projection, `[D]`, folded in fp32."""
         assert self.score_norm is not None, "only attention residuals have scores"
         assert self.score_proj is not None, "only attention residuals have scores"
-        gamma, w = self.score_norm.weight, self.score_proj.weight[0]
-        return gamma * w if gamma.dtype == torch.float64 else gamma.float() * w.float()
+        gamma: Any = self.score_norm._parameters["weight"]
+        w: Any = self.score_proj._parameters["weight"]
+        folded: Tensor = gamma * w if gamma.dtype == torch.float64 else gamma.float() * w.float()
+        return folded.squeeze(0)
 
 
 class AttnResStream:

@@ -106,9 +106,9 @@ class KimiDeltaAttention(K3Module):
         self.b_proj = heads(1)
         # the released layout pads A_log to one entry per key channel; a rank of several holds only its heads
         entries = max(config.num_heads, keys) if tp.size == 1 else self.num_heads
-        self.A_log = parameter(entries, dtype=wide, device=device)  # cut by pad_decay
+        self.A_log = parameter(entries, dtype=wide, device=device, fill=0)  # cut by pad_decay
         rule = Shard(0, keys, "KDA heads")
-        self.dt_bias = parameter(config.num_heads * keys, dtype=wide, device=device, shard=rule, tp=tp)
+        self.dt_bias = parameter(config.num_heads * keys, dtype=wide, device=device, shard=rule, tp=tp, fill=0)
         self.stored_decay_shape: tuple[int, ...] | None = None  # shape of A_log in the file it came from
         if config.full_rank_gate:
             self.g_proj = heads(values)
@@ -176,6 +176,11 @@ class KimiDeltaAttention(K3Module):
         """
         if cache is not None and batch.slots is None:
             raise ConfigError("KimiDeltaAttention: a state was given, but the batch has no slots")
+        if cache is not None and batch.mode == "verify" and cache.verify is None:
+            raise ConfigError(
+                "KimiDeltaAttention: a verify step must leave the committed state alone, but this state pool has no "
+                "verify scratch"
+            )
         c, tokens, heads = self.config, x.shape[0], self.num_heads
         channels = heads * (2 * c.key_dim + c.value_dim)
         gate_width = heads * c.value_dim if c.full_rank_gate else c.gate_rank

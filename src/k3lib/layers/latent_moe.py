@@ -39,7 +39,7 @@ class Router(K3Module):
         super().__init__()
         self.config = config
         self.weight = parameter(config.num_experts, config.hidden_size, dtype=dtype, device=device)
-        self.e_score_correction_bias = parameter(config.num_experts, dtype=wide_dtype(dtype), device=device)
+        self.e_score_correction_bias = parameter(config.num_experts, dtype=wide_dtype(dtype), device=device, fill=0)
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> ops.Routing:
         """Route `[T, D]`; `ids` replays a choice."""

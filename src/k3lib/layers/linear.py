@@ -6,7 +6,7 @@ Shapes: T tokens, D hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -89,13 +89,22 @@ def parameter(
     device: torch.device | str | None = None,
     shard: Shard | None = None,
     tp: Group = LOCAL,
+    fill: float | None = None,
 ) -> nn.Parameter:
-    """Make an uninitialised parameter that holds this rank's part of a tensor of `full_shape`."""
+    """Make a parameter that holds this rank's part of a tensor of `full_shape`.
+
+    Its first values: `fill`, or normal with variance `1 / last axis`, which keeps a product of unit inputs at unit size.
+    """
     shape, begin, end = list(full_shape), 0, 0
     if shard is not None:
         begin, end = shard_range(shape[shard.dim], tp, shard)
         shape[shard.dim] = end - begin
     made = nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+    if not made.is_meta:
+        if fill is None:
+            nn.init.normal_(made, std=full_shape[-1] ** -0.5)
+        else:
+            nn.init.constant_(made, fill)
     made.placement = Placement(full_shape, shard, begin, end)  # type: ignore[attr-defined]
     return made
 
@@ -162,7 +171,7 @@ class Linear(K3Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply to `[..., in]`."""
-        y = F.linear(x, self.weight)
+        y = F.linear(x, self._parameters["weight"])  # type: ignore[arg-type] # not self.weight: a Python call less
         return self.tp.all_reduce(y) if self.reduces else y
 
     def extra_repr(self) -> str:
@@ -201,10 +210,11 @@ class Fused:
         if self.weight is None:
             return None
         records = torch.is_grad_enabled()
-        for module, place in zip(self.modules, self._places, strict=True):
-            weight = module._parameters["weight"]
-            hooked = module._forward_hooks or module._forward_pre_hooks
-            if weight is None or weight.data_ptr() != place or hooked or (records and weight.requires_grad):
+        for module, place in zip(self.modules, self._places):  # noqa: B905 - equally long
+            weight: Any = module._parameters["weight"]
+            if weight.data_ptr() != place or module._forward_hooks or module._forward_pre_hooks:
+                return None
+            if records and weight.requires_grad:
                 return None
         return self.weight
 

@@ -27,11 +27,11 @@ class RMSNorm(K3Module):
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = parameter(width, dtype=dtype, device=device)
+        self.weight = parameter(width, dtype=dtype, device=device, fill=1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply to `[..., width]`."""
-        return ops.rms_norm(x, self.weight, eps=self.eps)
+        return ops.rms_norm(x, self._parameters["weight"], eps=self.eps)  # type: ignore[arg-type]
 
 
 class GatedRMSNorm(K3Module):
@@ -49,7 +49,7 @@ class GatedRMSNorm(K3Module):
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = parameter(width, dtype=wide_dtype(dtype), device=device)
+        self.weight = parameter(width, dtype=wide_dtype(dtype), device=device, fill=1)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Apply to `[..., width]` with gate logits of the same shape."""

@@ -515,7 +515,12 @@ def _sums_since(x: Tensor) -> Tensor:
     return torch.stack(rows, dim=2)
 
 
-@op(KDASpec.of_mixer, default="composed", supports=no_verify)
+@op(
+    KDASpec.of_mixer,
+    default="composed",
+    supports=no_verify,
+    parts=("short_conv", "kda_chunk", "kda_recurrent", "gated_rms_norm"),
+)
 def kda_mixer(
     qkv: Tensor,
     gate: Tensor,

@@ -74,7 +74,7 @@ def intern_spec(cls: Callable[..., S], *facts: object) -> S:
 
     Building a frozen dataclass costs more than looking one up, and an op builds one at every call.
     """
-    if torch.compiler.is_compiling():  # which would trace past the cache, and warn
+    if torch.compiler.is_dynamo_compiling():  # which would trace past the cache, and warn
         return _make_spec(cls, *facts)
     spec: S = _interned_spec(cls, *facts)
     return spec
@@ -174,9 +174,9 @@ def _rank(impl: Impl) -> str:
     return f"priority {impl.priority}" + (", experimental" if impl.experimental else "")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Options:
-    """What `use_backend` and `use_options` set; hashable, part of the key of a cached choice."""
+    """What `use_backend` and `use_options` set. Interned: equal options are one object, compared by identity."""
 
     family: str | None = None
     per_op: tuple[tuple[str, str], ...] = ()
@@ -192,23 +192,45 @@ _observers: contextvars.ContextVar[tuple[Callable[[str, Any, str], None], ...]] 
 _registry: dict[str, Op[Any, Any]] = {}
 
 
+@functools.lru_cache(maxsize=1024)
+def _make_options(
+    family: str | None, per_op: tuple[tuple[str, str], ...], forced_by: str, strict: bool, deterministic: bool
+) -> _Options:
+    return _Options(family, per_op, forced_by, strict, deterministic)
+
+
+def _changed(**changes: Any) -> _Options:  # noqa: ANN401 - fields of _Options
+    now = _current()
+    fields = {name: changes.get(name, getattr(now, name)) for name in _Options.__slots__}
+    return _make_options(**fields)
+
+
 def _current() -> _Options:
     return _options.get(None) or _from_environment()
 
 
 @functools.cache
 def _from_environment() -> _Options:
-    return _Options(family=default_family(), forced_by="K3LIB_BACKEND")
+    family = default_family()
+    check_backends(family, {})  # a misspelt variable is refused like a misspelt argument
+    return _make_options(family, (), "K3LIB_BACKEND", strict=False, deterministic=False)
 
 
 class Op(Generic[P, R]):
     """A typed function whose body is the readable torch implementation; kernels are registered against it."""
 
-    def __init__(self, reference: Callable[P, R], spec_of: Callable[..., Spec], default: str) -> None:
+    MEMO = 4096  # choices remembered by the identity of their spec
+
+    def __init__(
+        self, reference: Callable[P, R], spec_of: Callable[..., Spec], default: str, parts: tuple[str, ...]
+    ) -> None:
         self.name = reference.__name__
         self.reference = reference
         self.spec_of = spec_of
         self.default = default
+        self.parts = parts
+        # key with the identity of the spec, which the value keeps alive
+        self._memo: dict[tuple[int, str, _Options], tuple[Spec, str, Callable[..., Any]]] = {}
         self._impls: dict[str, Impl] = {}
         self._warned: set[str] = set()
         functools.update_wrapper(self, reference)
@@ -219,17 +241,26 @@ class Op(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Choose by static facts, then run."""
         spec = self.spec_of(*args, **kwargs)
-        device_type = _device_type(args)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             spec_type: type[Any] = type(spec)
             facts = tuple(getattr(spec, name) for name in spec_type.__slots__)
-            name = _choose_while_compiling(self.name, spec_type, facts, device_type)
-        else:
-            name = _cached_choice(self.name, spec, device_type, _current())
-            for callback in _observers.get():
-                callback(self.name, spec, name)
-        result: R = self._impls[name].run(*args, **kwargs)
+            name = _choose_while_compiling(self.name, spec_type, facts, _device_type(args))
+            traced: R = self._impls[name].run(*args, **kwargs)
+            return traced
+        first: Any = args[0] if args else None
+        key = (id(spec), _device_type(args) if first is None else first.device.type, _current())
+        known = self._memo.get(key) or self._remember(spec, key)
+        for callback in _observers.get():
+            callback(self.name, spec, known[1])
+        result: R = known[2](*args, **kwargs)
         return result
+
+    def _remember(self, spec: Spec, key: tuple[int, str, _Options]) -> tuple[Spec, str, Callable[..., Any]]:
+        name = _cached_choice(self.name, spec, key[1], key[2])
+        if len(self._memo) >= self.MEMO:
+            self._memo.clear()
+        self._memo[key] = known = (spec, name, self._impls[name].run)
+        return known
 
     def implementations(self) -> tuple[Impl, ...]:
         """All registered implementations, best first; the reference last."""
@@ -286,6 +317,7 @@ def op(
     *,
     default: str = REFERENCE,
     supports: Callable[[Any], str | None] = _supports_all,
+    parts: tuple[str, ...] = (),
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Turn a readable torch function into an op.
 
@@ -293,10 +325,12 @@ def op(
         spec_of: takes the arguments of the op, returns its spec.
         default: name of the decorated implementation: "reference", or "composed" if it calls narrower ops.
         supports: what the decorated implementation declines, as in `Impl`.
+        parts: names of the narrower ops that a "composed" implementation calls. Forcing one of them keeps fused
+            kernels of the wide op from running past it.
     """
 
     def make(reference: Callable[P, R]) -> Op[P, R]:
-        made = Op(reference, spec_of, default)
+        made = Op(reference, spec_of, default, parts)
         made._impls[default] = Impl(
             op=made.name,
             name=default,
@@ -380,9 +414,7 @@ def use_backend(name: str | None = None, /, **per_op: str) -> Iterator[None]:
     now = _current()
     merged = {**dict(now.per_op), **per_op}
     token = _options.set(
-        dataclasses.replace(
-            now, family=name or now.family, per_op=tuple(sorted(merged.items())), forced_by="use_backend"
-        )
+        _changed(family=name or now.family, per_op=tuple(sorted(merged.items())), forced_by="use_backend")
     )
     try:
         yield
@@ -413,14 +445,8 @@ def _all_names() -> set[str]:
 @contextlib.contextmanager
 def use_options(*, strict: bool | None = None, deterministic: bool | None = None) -> Iterator[None]:
     """Refuse the reference on an accelerator (`strict`), or admit only bitwise repeatable kernels (`deterministic`)."""
-    now = _current()
-    token = _options.set(
-        dataclasses.replace(
-            now,
-            strict=now.strict if strict is None else strict,
-            deterministic=now.deterministic if deterministic is None else deterministic,
-        )
-    )
+    given = {"strict": strict, "deterministic": deterministic}
+    token = _options.set(_changed(**{name: value for name, value in given.items() if value is not None}))
     try:
         yield
     finally:
@@ -457,9 +483,14 @@ def _decide(op: Op[Any, Any], spec: Spec | None, target: Target, options: _Optio
     if spec is not None and options.deterministic and not spec.deterministic:
         spec = dataclasses.replace(spec, deterministic=True)  # type: ignore[type-var]
     reasons = {impl: impl.why_not(spec, target) for impl in op.implementations()}
+    asked = dict(options.per_op)
+    if op.name not in asked and (inside := [part for part in op.parts if part in asked]):
+        for impl in reasons:
+            if impl.name != op.default:
+                reasons[impl] = reasons[impl] or f"needs {inside[0]} not to be forced: it would not call it"
     able = tuple(impl for impl, reason in reasons.items() if reason is None)
     rejected = tuple((impl.name, reason) for impl, reason in reasons.items() if reason is not None)
-    forced = dict(options.per_op).get(op.name)
+    forced = asked.get(op.name)
     wanted = forced or options.family
     if wanted == REFERENCE:
         wanted = op.default  # of a wide op: the one in terms of narrower ops
@@ -516,6 +547,8 @@ _choose_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defi
 
 def _forget_choices() -> None:
     _cached_choice.cache_clear()
+    for each in _registry.values():
+        each._memo.clear()
 
 
 def _device_type(args: tuple[Any, ...]) -> str:

@@ -115,8 +115,12 @@ class Explain:
     """sm90, sm100, sm103, gfx950, a3, 950 or cpu; default: this machine."""
     tp_size: int = 1
     """Ranks that share the heads."""
+    dtype: DType = "auto"
+    """Of the activations; auto: float32 on a CPU, else bfloat16."""
 
     def run(self) -> int:
+        import torch
+
         from k3lib.checkpoint import Folder
         from k3lib.config import KimiK3Config
         from k3lib.server.reports import explain_model
@@ -124,7 +128,8 @@ class Explain:
         config = (
             KimiK3Config.tiny() if self.model_path is None else KimiK3Config.from_hf(Folder(self.model_path).config())
         )
-        print(explain_model(config, arch=self.arch, tp_size=self.tp_size))
+        dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)
+        print(explain_model(config, arch=self.arch, tp_size=self.tp_size, dtype=dtype))
         return 0
 
 
@@ -273,10 +278,15 @@ def _run(command: MakeTiny | Generate | Explain | Inspect | Doctor | Serve) -> i
     level = os.environ.get("K3LIB_LOG", "info" if isinstance(command, Serve) else "warning")
     logging.basicConfig(level=level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
-        return command.run()
+        status = command.run()
+        sys.stdout.flush()
+        return status
     except K3Error as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever reads the output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except ImportError as error:
         print(f"error: {error.name} is not installed (pip install k3lib[server])", file=sys.stderr)
         return 2

@@ -12,6 +12,7 @@ import torch
 from k3lib import backends, checkpoint, ops
 from k3lib.config import KimiK3Config
 from k3lib.errors import ConfigError, K3Error
+from k3lib.export import vision_layout
 from k3lib.model import KimiK3ForCausalLM
 from k3lib.ops.kda import KDASpec
 from k3lib.ops.target import ARCHS, Target
@@ -101,14 +102,18 @@ def target_of(arch: str | None) -> Target | None:
     return Target.of(ARCHS[arch], arch)
 
 
-def explain_model(config: KimiK3Config, *, arch: str | None = None, tp_size: int = 1) -> str:
+def explain_model(
+    config: KimiK3Config, *, arch: str | None = None, tp_size: int = 1, dtype: torch.dtype | None = None
+) -> str:
     """The decision of every op for a model: which kernel would run, and why not the others.
 
     Packages count as present on a foreign chip if they are installed here.
     """
     target = target_of(arch)
+    if dtype is None:
+        dtype = torch.float32 if (target or Target.detect()).platform == "cpu" else torch.bfloat16
     lines = []
-    for title, spec in model_specs(config, tp_size=tp_size):
+    for title, spec in model_specs(config, tp_size=tp_size, dtype=dtype):
         name, phase = title.split("/")
         op = ops.ops()[name]
         here = op.local_target()
@@ -213,7 +218,7 @@ def _vision_problems(config: KimiK3Config, names: set[str]) -> list[str]:
     found = {name for name in names if name.startswith(checkpoint.VISION_ROOTS)}
     if config.vision is None:
         return [f"{len(found)} vision tensors, but config.json has no vision_config"] if found else []
-    want = set(checkpoint.vision_layout(config.vision))
+    want = set(vision_layout(config.vision))
     if not found:
         return [f"config.json has a vision_config, but all {len(want)} vision tensors are missing"]
     return [
@@ -236,7 +241,7 @@ def doctor() -> str:
     """What is installed, which kernels would run here for K3, and what would fail and why."""
     target = Target.detect()
     lines = [
-        f"k3lib {_version('k3lib') or '(not installed)'}, Python {platform.python_version()}, torch {torch.__version__}",
+        f"k3lib {_version('k3lib') or '(a checkout)'}, Python {platform.python_version()}, torch {torch.__version__}",
         f"device: {target}" + ("" if target.platform == "cpu" else f" ({torch.cuda.get_device_name(0)})"),
         "server packages",
     ]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from k3lib.checkpoint import vision_layout
 from k3lib.config import KimiK3Config, tiny_hf_config
+from k3lib.export import vision_layout
 from k3lib.layers.linear import fuse
 from k3lib.model import KimiK3ForCausalLM
 
