@@ -582,7 +582,7 @@ def test_the_two_kinds_of_tap_differ():
 
 def test_a_slice_cannot_tap_a_mixture_of_weights_it_lacks():
     model = seed_weights(KimiK3ForCausalLM(tiny_config(), layers=range(3), dtype=F32))
-    with pytest.raises(ConfigError, match="after layer 2 needs the weights of layer 3"):
+    with pytest.raises(ConfigError, match="after layer 2 needs weights of layer 3"):
         model(Batch.pack([prompt_of(3)]), taps=FeatureTap((2,), "mixture"))
 
 

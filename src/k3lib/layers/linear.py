@@ -93,7 +93,7 @@ def parameter(
 ) -> nn.Parameter:
     """Make a parameter that holds this rank's part of a tensor of `full_shape`.
 
-    Its first values: `fill`, or normal with variance `1 / last axis`, which keeps a product of unit inputs at unit size.
+    Its first values: `fill`, or normal with variance `1 / last axis`, so that a product of unit inputs has unit size.
     """
     shape, begin, end = list(full_shape), 0, 0
     if shard is not None:

@@ -280,7 +280,6 @@ def _run(command: MakeTiny | Generate | Explain | Inspect | Doctor | Serve) -> i
     try:
         status = command.run()
         sys.stdout.flush()
-        return status
     except K3Error as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -290,6 +289,7 @@ def _run(command: MakeTiny | Generate | Explain | Inspect | Doctor | Serve) -> i
     except ImportError as error:
         print(f"error: {error.name} is not installed (pip install k3lib[server])", file=sys.stderr)
         return 2
+    return status
 
 
 def main() -> None:
