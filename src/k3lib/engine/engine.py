@@ -134,17 +134,17 @@ class Engine:
             RequestError: see `check_request`, or an id that is in use.
         """
         self.check_request(request)
-        if not request.request_id:
+        if request.request_id is None:
             request.request_id = f"request-{next(self._names)}"
-        if self._knows(request.request_id):
-            raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        if self._knows(request.name):
+            raise RequestError(f"request id {request.name!r} is in use", param="request_id")
         self._waiting.append(request)
-        return request.request_id
+        return request.name
 
     def abort(self, request_id: str) -> bool:
         """Drop a request at any moment and free its memory; False if it is not known (any more)."""
         for i, request in enumerate(self._waiting):
-            if request.request_id == request_id:
+            if request.name == request_id:
                 del self._waiting[i]
                 return True
         if request_id in self._running:
@@ -199,7 +199,7 @@ class Engine:
                 break
             rng = random.Random(request.params.seed)
             self._waiting.pop(0)
-            self._running[request.request_id] = _Running(request, lease, rng, list(request.prompt_ids))
+            self._running[request.name] = _Running(request, lease, rng, list(request.prompt_ids))
         return outputs
 
     def _prefill_work(self) -> list[tuple[_Running, list[int]]]:
@@ -236,7 +236,7 @@ class Engine:
         return [self._advance(running, token) for running, token in zip(ready, tokens, strict=True)]
 
     def _advance(self, running: _Running, token: int | None) -> StepOutput:
-        name, params = running.request.request_id, running.request.params
+        name, params = running.request.name, running.request.params
         if token is None:
             self._release(running)
             return StepOutput([], "error", request_id=name)
@@ -253,7 +253,7 @@ class Engine:
 
     def _release(self, running: _Running) -> None:
         self.cache.close(running.lease)
-        del self._running[running.request.request_id]
+        del self._running[running.request.name]
         self._finished += 1
 
     def generate(
@@ -345,7 +345,7 @@ class Engine:
         self.abort(name)
 
     def _knows(self, name: str) -> bool:
-        return name in self._running or any(request.request_id == name for request in self._waiting)
+        return name in self._running or any(request.name == name for request in self._waiting)
 
     def _ids(self, prompt: Sequence[int] | str) -> list[int]:
         if isinstance(prompt, str):
@@ -382,9 +382,9 @@ class AsyncEngine:
         request = Request(list(prompt_ids), params, request_id=f"async-{next(self._names)}")
         self.engine.check_request(request)
         sink: asyncio.Queue[StepOutput] = asyncio.Queue()
-        self._sinks[request.request_id] = (asyncio.get_running_loop(), sink)
+        self._sinks[request.name] = (asyncio.get_running_loop(), sink)
         if self._is_closed:  # looked at after the sink is known: a later close() finds it
-            del self._sinks[request.request_id]
+            del self._sinks[request.name]
             raise ConfigError("generate: this engine was closed")
         self._commands.put(("add", request))
         finish = None
@@ -394,9 +394,9 @@ class AsyncEngine:
                 finish = out.finish
                 yield out
         finally:
-            self._sinks.pop(request.request_id, None)
+            self._sinks.pop(request.name, None)
             if finish is None:
-                self._commands.put(("abort", request.request_id))
+                self._commands.put(("abort", request.name))
 
     def close(self) -> None:
         """Stop the thread; running requests end with "abort"."""

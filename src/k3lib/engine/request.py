@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from k3lib.errors import RequestError
@@ -52,11 +52,17 @@ class SamplingParams:
 
 @dataclass(slots=True)
 class Request:
-    """One prompt with its parameters. An empty `request_id` is replaced by the engine."""
+    """One prompt with its parameters. `request_id=None` lets the engine choose a name."""
 
     prompt_ids: list[int]
-    params: SamplingParams
-    request_id: str = ""
+    params: SamplingParams = field(default_factory=SamplingParams)
+    request_id: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The id, once the request has one."""
+        assert self.request_id is not None, "the engine names a request when it takes it"
+        return self.request_id
 
 
 class StepOutput(NamedTuple):
