@@ -74,6 +74,11 @@ class _Rank:
     def all_gather(self, x, dim=0):
         return torch.cat(self._exchange(x), dim=dim)
 
+    def all_to_all(self, x, send_counts, recv_counts):
+        parts = [sent.split(counts)[self.rank] for sent, counts in self._exchange((x, list(send_counts)))]
+        assert [len(part) for part in parts] == list(recv_counts)
+        return torch.cat(parts)
+
     def reduce_scatter(self, x, dim=0):
         return self.all_reduce(x).chunk(self.size, dim)[self.rank]
 

@@ -184,7 +184,7 @@ def snapshot(given):
 
 
 def test_there_is_a_call_for_every_op():
-    assert set(CALLS) == set(ops())
+    assert set(CALLS) == set(ops()) - {"ep_experts"}  # which takes a group: tests/parallel
 
 
 @pytest.mark.parametrize("lengths", [[5, 0, 1, 20], [1, 1]], ids=str)

@@ -136,6 +136,8 @@ def _human(count: int) -> str:
 
 
 _CLASSES = (
+    ("vision", "vision_tower."),
+    ("vision", "mm_projector."),
     ("routed experts", ".experts."),
     ("shared experts", ".shared_experts."),
     ("router and latent projections", ".block_sparse_moe."),
@@ -143,8 +145,6 @@ _CLASSES = (
     ("dense MLP", ".mlp."),
     ("embedding and head", "embed_tokens"),
     ("embedding and head", "lm_head"),
-    ("vision", "vision_tower."),
-    ("vision", "mm_projector."),
 )
 
 
