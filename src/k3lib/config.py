@@ -501,6 +501,8 @@ def _read_config(config: Mapping[str, Any]) -> KimiK3Config:
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         inner = text.get(key)
         ids[key] = top.get(key, inner)
+        if key == "pad_token_id" and ids[key] is None:
+            ids[key] = 0  # the default of the published configuration class
         if ids[key] is None:
             raise ConfigError(f"config: the key {key!r} is missing")
     media = top.get("media_placeholder_token_id", text.get("media_placeholder_token_id"))
