@@ -5,12 +5,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from k3lib import Engine, SamplingParams
 from k3lib.checkpoint import Folder, read_header
 from k3lib.config import KimiK3Config
 from k3lib.server.cli import main
+from k3lib.server.tiny import make_tiny
 
 SIZE_LIMIT = 10_000_000
 
@@ -55,6 +57,20 @@ def test_make_tiny_has_the_parts_of_the_release(tiny):
     config = KimiK3Config.from_hf(Folder(tiny).config())
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (256, 258, 511)
     assert config.media_placeholder_token_id == 277
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_tiny_model_says_what_it_always_said(packed, tmp_path):
+    """Stored greedy tokens of seed 0: an end-to-end oracle without a file."""
+    make_tiny(tmp_path, mxfp4=packed, vision=False)
+    engine = Engine.from_pretrained(tmp_path, dtype=torch.float32)
+    params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+    (plain, text) = engine.generate([[1, 2, 3, 4, 5], list(b"hello")], params)
+    if packed:  # four bits are another model
+        assert plain.token_ids == [298, 370, 150, 335, 428, 331, 163, 185, 224, 385, 453, 159]
+    else:
+        assert plain.token_ids == [283, 447, 222, 163, 458, 468, 138, 483, 136, 103, 341, 285]
+        assert text.token_ids == [445, 239, 335, 35, 59, 162, 308, 185, 349, 212, 50, 367]
 
 
 def test_make_tiny_without_packing_or_vision(k3lib, tmp_path):

@@ -104,6 +104,14 @@ def test_golden_logits_of_each_prompt_alone_and_together(name, load, expected):
 
 
 @EVERY
+def test_golden_logits_in_float64_agree_to_the_last_digits(name, load, expected):
+    """The formulas are the same: what is left of the float32 differences is rounding."""
+    model, want = load(name, torch.float64), expected(name)
+    for prompt, ids in want.ids.items():
+        want.check(f"fp64.{prompt}.logits", model(Batch.pack([ids])), 1e-11)
+
+
+@EVERY
 @pytest.mark.parametrize("piece", [pytest.param(17, marks=pytest.mark.slow), 64])
 def test_golden_logits_of_prompts_in_pieces(name, piece, load, expected):
     model, want = load(name), expected(name)
