@@ -9,6 +9,7 @@ Prints one JSON line per case, then a table. Each case runs several times; the m
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import statistics
@@ -76,6 +77,8 @@ def main() -> None:
         model = KimiK3ForCausalLM.from_pretrained(args.model_path, dtype=dtype, device=args.device)
     else:
         model = tiny_model(dtype=dtype).to(args.device)
+    gc.collect()
+    gc.freeze()  # as k3lib-serve does
     cases = [("prefill", n, lambda n=n: prefill(model, n, args.repeats)) for n in args.prefill]
     cases += [("decode", n, lambda n=n: decode(model, n, args.new_tokens, args.repeats)) for n in args.decode]
     cores = torch.get_num_threads()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from k3lib.layers.linear import Linear
     from k3lib.layers.norm import RMSNorm
 
-__all__ = ["AttnRes", "AttnResStream", "ResidualStream", "Stream"]
+__all__ = ["AttnRes", "AttnResStream", "ResidualStream"]
 
 
 class AttnRes(NamedTuple):
@@ -161,6 +161,3 @@ class ResidualStream(AttnResStream):
     def mixture(self, reader: AttnRes) -> Tensor:
         """Return the running sum."""
         return self.hidden()
-
-
-Stream = AttnResStream

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -212,6 +213,8 @@ class Serve:
         engine = Engine(model, config)
         logging.getLogger(__name__).info("kernels\n%s", decisions(model))
         name = self.served_model_name or self.model_path or BUILT_IN
+        gc.collect()
+        gc.freeze()  # the model lives as long as the process; do not walk it again and again
         runner = AsyncEngine(engine)
         app = create_app(runner, tok, model_name=name, max_model_len=engine.context_length)
         print(f"serving {name} on http://{self.host}:{self.port}", flush=True)
