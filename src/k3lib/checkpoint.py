@@ -627,4 +627,4 @@ def load(
         for job in plan.jobs:
             job.run(source, device)
         source.close()
-    warn_tails(source.tails)
+    warn_tails(source.tails, stacklevel=4)  # whoever called from_pretrained

@@ -47,11 +47,11 @@ def live_decay(name: str, stored: Tensor, num_heads: int) -> Tensor:
     return stored.reshape(-1)[:num_heads]
 
 
-def warn_tails(names: Sequence[str]) -> None:
+def warn_tails(names: Sequence[str], *, stacklevel: int = 3) -> None:
     """Say once that padding entries of `A_log` are not zero; they change nothing."""
     if names:
         more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-        warnings.warn(f"{names[0]}{more}: the padding behind the heads is not zero; it is ignored", stacklevel=3)
+        warnings.warn(f"{names[0]}{more}: the padding behind the heads is not zero; it is ignored", stacklevel=stacklevel)
 
 
 class _Conv(K3Module):
