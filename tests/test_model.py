@@ -911,3 +911,20 @@ def test_gate_form_follows_the_configuration():
     unbounded.load_state_dict(bounded.state_dict())
     batch = Batch.pack([prompt_of(20)])
     assert (bounded(batch) - unbounded(batch)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16, torch.float64], ids=str)
+def test_a_cache_made_from_the_models_configuration_has_the_models_dtype(dtype):
+    """Built, cast or loaded: rounding the window and the latent rows would be silent."""
+    built = KimiK3ForCausalLM(tiny_config(), dtype=dtype)
+    cast = KimiK3ForCausalLM(tiny_config()).to(dtype)
+    for model in (built, cast):
+        cache = HybridCache.allocate(model.config, CacheConfig(num_pages=1, num_slots=1))
+        assert model.config.dtype == str(dtype).removeprefix("torch.")
+        assert cache.pool.latent.pages.dtype == cache.pool.kda.conv.dtype == dtype
+
+
+def test_a_loaded_model_notes_the_dtype_it_was_loaded_in(load, expected, golden):
+    assert load("tiny_k3_dev").config.dtype == "float32"
+    as_stored = KimiK3ForCausalLM.from_pretrained(golden / "tiny_k3_dev", layers=range(1), progress=False)
+    assert as_stored.config.dtype == "bfloat16"

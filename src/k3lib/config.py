@@ -313,7 +313,10 @@ class QuantConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KimiK3Config:
-    """A whole Kimi-K3: text model, vision tower (None for text-only), stored formats, token ids."""
+    """A whole Kimi-K3: text model, vision tower (None for text-only), stored formats, token ids.
+
+    `dtype` is that of the activations: what `config.json` says, and in `model.config` what the model has.
+    """
 
     text: TextConfig
     vision: VisionConfig | None = None

@@ -238,6 +238,10 @@ def _config_to_write(
 ) -> dict[str, Any]:
     hf = copy.deepcopy(config.to_hf())
     text = hf.get("text_config", hf)
+    for part in (hf, text):
+        for key in ("dtype", "torch_dtype"):
+            if part.get(key) is not None:
+                part[key] = config.dtype
     if not has_vision and "vision_config" in hf:
         hf["vision_config"] = None
     held: ExpertFormat = next((m.weights.format for m in model.modules() if isinstance(m, Experts)), "bf16")

@@ -6,6 +6,7 @@ Shapes: T packed tokens, B requests, D hidden size.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -302,6 +303,18 @@ class KimiK3ForCausalLM(K3Module):
         self.model = KimiK3Model(text, mesh=self.mesh, layers=layers, **place)
         if self.model.has_output:
             self.lm_head = Linear(text.hidden_size, text.vocab_size, cut="out", tp=self.mesh.tp, **place)
+        self._note_dtype()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> KimiK3ForCausalLM:  # noqa: ANN401 - torch's signature
+        super()._apply(fn, recurse)
+        self._note_dtype()
+        return self
+
+    def _note_dtype(self) -> None:
+        """Keep `config.dtype` true, so that a cache made from the configuration fits the model."""
+        name = str(self.dtype).removeprefix("torch.")
+        if self.config.dtype != name:
+            self.config = dataclasses.replace(self.config, dtype=name)
 
     def forward(
         self,
@@ -389,6 +402,7 @@ class KimiK3ForCausalLM(K3Module):
         main = dtype or checkpoint.main_dtype(stored, config)
         with torch.device("meta"):
             model = cls(config, mesh=mesh, layers=layers, dtype=main, backends=None)
+        model._note_dtype()
         model.family = backends if isinstance(backends, str) else None
         model.backends = {} if backends is None or isinstance(backends, str) else dict(backends)
         check_forced(config, model.family, model.backends, dtype=main, device=device, tp_size=model.mesh.tp.size)

@@ -353,3 +353,14 @@ def test_parameter_names_are_the_stored_ones(load_golden):
     for name in ("full_rank_gate", "low_rank_gate"):
         layer, _, _ = golden_layer(vectors, name)
         assert set(layer.state_dict()) == {key.removeprefix("w.") for key in vectors.case(name) if key.startswith("w.")}
+
+
+def test_a_state_of_another_dtype_is_refused_before_it_is_touched():
+    layer = KimiDeltaAttention(
+        KDAConfig(hidden_size=8, num_heads=2, key_dim=4, value_dim=4, gate_lower_bound=-5.0), dtype=torch.float32
+    )
+    state = layer.to(torch.bfloat16).new_state(1)
+    layer.to(torch.float32)
+    with pytest.raises(ConfigError, match=r"convolution state is torch\.bfloat16, the layer input torch\.float32"):
+        layer(torch.randn(1, 8), Batch.decode(slots=[1]), state)
+    assert not state.conv.any()

@@ -54,7 +54,8 @@ class HybridCache:
             config: the model.
             cache: counts and dtypes.
             device: where the tensors go.
-            dtype: of the activations; default what the configuration says, bfloat16 for a bare text configuration.
+            dtype: of the activations; default what the configuration says (`model.config` says what the model has),
+                bfloat16 for a bare text configuration.
             tp_size: ranks that share the KDA heads.
             layers: only these layers.
         """

@@ -51,7 +51,8 @@ def warn_tails(names: Sequence[str], *, stacklevel: int = 3) -> None:
     """Say once that padding entries of `A_log` are not zero; they change nothing."""
     if names:
         more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-        warnings.warn(f"{names[0]}{more}: the padding behind the heads is not zero; it is ignored", stacklevel=stacklevel)
+        message = f"{names[0]}{more}: the padding behind the heads is not zero; it is ignored"
+        warnings.warn(message, stacklevel=stacklevel)
 
 
 class _Conv(K3Module):
@@ -163,6 +164,20 @@ class KimiDeltaAttention(K3Module):
             torch.zeros(num_slots + 1, c.conv_width - 1, channels, dtype=weight.dtype, device=device),
         )
 
+    def _check_state(self, x: Tensor, batch: Batch, cache: KDAState) -> None:
+        if batch.slots is None:
+            raise ConfigError("KimiDeltaAttention: a state was given, but the batch has no slots")
+        if cache.conv.dtype != x.dtype:
+            raise ConfigError(
+                f"KimiDeltaAttention: the convolution state is {cache.conv.dtype}, the layer input {x.dtype}; make the "
+                "state with new_state(), or the cache from model.config"
+            )
+        if batch.mode == "verify" and cache.verify is None:
+            raise ConfigError(
+                "KimiDeltaAttention: a verify step must leave the committed state alone, but this state pool has no "
+                "verify scratch"
+            )
+
     def forward(self, x: Tensor, batch: Batch, cache: KDAState | None = None) -> Tensor:
         """Attend.
 
@@ -174,13 +189,8 @@ class KimiDeltaAttention(K3Module):
         Returns:
             `[T, D]`.
         """
-        if cache is not None and batch.slots is None:
-            raise ConfigError("KimiDeltaAttention: a state was given, but the batch has no slots")
-        if cache is not None and batch.mode == "verify" and cache.verify is None:
-            raise ConfigError(
-                "KimiDeltaAttention: a verify step must leave the committed state alone, but this state pool has no "
-                "verify scratch"
-            )
+        if cache is not None:
+            self._check_state(x, batch, cache)
         c, tokens, heads = self.config, x.shape[0], self.num_heads
         channels = heads * (2 * c.key_dim + c.value_dim)
         gate_width = heads * c.value_dim if c.full_rank_gate else c.gate_rank
