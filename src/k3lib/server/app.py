@@ -547,7 +547,6 @@ def _check_response_format(body: ChatRequest) -> None:
 
 def _refuse_grammar(body: ChatRequest, messages: Sequence[Mapping[str, object]], tool_names: Sequence[str]) -> None:
     """Refuse what only constrained decoding can promise."""
-    # TODO: drop when engine/grammar.py exists.
     reason = "needs constrained decoding, which this version does not have"
     response_format = body.response_format or {}
     if response_format.get("type") == "json_object":

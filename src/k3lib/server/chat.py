@@ -525,7 +525,6 @@ def _api_content(content: object, where: str) -> object:
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind in ("image", "image_url", "input_image"):
-            # TODO: render image blocks when server/images.py exists.
             raise ChatFormatError(f"{where}: this version does not accept images ({kind!r} part)")
         if kind not in ("text", "input_text"):
             raise ChatFormatError(f"{where}: unsupported content type {kind!r}")
