@@ -928,3 +928,19 @@ def test_a_loaded_model_notes_the_dtype_it_was_loaded_in(load, expected, golden)
     assert load("tiny_k3_dev").config.dtype == "float32"
     as_stored = KimiK3ForCausalLM.from_pretrained(golden / "tiny_k3_dev", layers=range(1), progress=False)
     assert as_stored.config.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ({"dtype": torch.int8}, r"dtype=torch\.int8 is not one of torch\.bfloat16"),
+        ({"device": "nonsense"}, "device='nonsense' cannot be used here"),
+        ({"device": "cuda:99"}, "device='cuda:99' cannot be used here"),
+    ],
+    ids=str,
+)
+def test_a_dtype_or_device_that_cannot_be_is_refused_before_anything_is_read(place, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        KimiK3ForCausalLM(tiny_config(), **place)
+    with pytest.raises(ConfigError, match=message):  # there is not even a folder to read
+        KimiK3ForCausalLM.from_pretrained(tmp_path / "absent", **place)

@@ -367,7 +367,7 @@ _IGNORED = frozenset(
         "transformers_version", "use_cache", "use_bfloat16", "image_placeholder", "encoder_no_repeat_ngram_size",
         "id2label", "label2id", "name_or_path", "problem_type", "return_dict", "output_attentions",
         "output_hidden_states", "is_encoder_decoder", "is_decoder", "task_specific_params", "chunk_size_feed_forward",
-        "attn_implementation", "video_placeholder", "use_unified_vision_chunk", "moe_layer_freq_offset",
+        "attn_implementation", "video_placeholder", "use_unified_vision_chunk",
     }
 )  # fmt: skip
 

@@ -293,6 +293,7 @@ class KimiK3ForCausalLM(K3Module):
             BackendUnavailable: a forced implementation does not exist or cannot run here.
         """
         super().__init__()
+        check_place(dtype, device)
         self.config = config
         self.mesh = mesh or Mesh.single()
         self.family = backends if isinstance(backends, str) else None
@@ -393,9 +394,11 @@ class KimiK3ForCausalLM(K3Module):
 
         Raises:
             CheckpointError: missing, unexpected, mis-shaped or damaged tensors or files.
-            ConfigError: a configuration that is not implemented, or that does not divide over the ranks.
+            ConfigError: a configuration that is not implemented or does not divide over the ranks, a dtype that weights
+                cannot have, or a device that is not here.
             BackendUnavailable: a forced implementation cannot run here. All before anything is allocated.
         """
+        check_place(dtype, device)
         folder = checkpoint.Folder(path, revision=revision)
         config = KimiK3Config.from_hf(folder.config())
         stored = folder.tensors()
@@ -441,6 +444,24 @@ def _last_tokens(hidden: Tensor, batch: Batch) -> Tensor:
     present = torch.tensor([n > 0 for n in batch.new_tokens], device=hidden.device)
     picked = hidden[last.clamp(min=0)] if hidden.shape[0] else hidden.new_zeros(len(last), hidden.shape[1])
     return torch.where(present[:, None], picked, 0)
+
+
+def check_place(dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+    """Refuse a dtype that weights cannot have, and a device that is not here.
+
+    Raises:
+        ConfigError: names what was asked and what is possible.
+    """
+    known = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    if dtype is not None and dtype not in known:
+        raise ConfigError(f"dtype={dtype} is not one of {', '.join(map(str, known))}")
+    if device is None:
+        return
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # which of the two depends on the device and the build of torch
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device={str(device)!r} cannot be used here: {reason}") from error
 
 
 def check_forced(

@@ -204,7 +204,10 @@ def test_deterministic_admits_only_such_kernels(add):
     with use_options(deterministic=True):
         assert chosen() == "steady"
         reasons = dict(explain(rms_norm, SPEC, target=CPU).rejected)
-    assert reasons["racy"] == "needs deterministic=False: it is not bitwise repeatable and batch-invariant"
+    assert (
+        reasons["racy"]
+        == "needs deterministic=False: it is not bitwise repeatable, or takes other paths in other batches"
+    )
 
 
 def test_deterministic_reaches_calls(add):

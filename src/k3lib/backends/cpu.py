@@ -23,6 +23,7 @@ from k3lib.ops.norm import NormSpec, rms_norm
 from k3lib.ops.registry import register
 
 _NARROW = (torch.float32, torch.bfloat16)
+# `deterministic` only where no path inside depends on how many requests or routes there are
 _FEW_ROUTES = 64  # above it the reference's loop over experts reads less
 CPU = {"cpu"}
 
@@ -139,7 +140,7 @@ def _supports_experts(spec: ExpertsSpec) -> str | None:
     return _dtypes(spec.activations)
 
 
-@register(experts, name="cpu", platforms=CPU, priority=10, deterministic=True, supports=_supports_experts)
+@register(experts, name="cpu", platforms=CPU, priority=10, supports=_supports_experts)
 def experts_cpu(x, ids, weights, prepared, *, act_fn):
     """See `k3lib.ops.experts`: for few routes the matrices of each route are read once, without a loop."""
     routes = ids.numel()
@@ -186,7 +187,7 @@ def _supports_mla(spec: MLASpec) -> str | None:
     return _dtypes(spec.dtype, spec.kv_dtype)
 
 
-@register(mla_decode, name="cpu", platforms=CPU, priority=10, deterministic=True, supports=_supports_mla)
+@register(mla_decode, name="cpu", platforms=CPU, priority=10, supports=_supports_mla)
 def mla_decode_cpu(q, pages, *, latent_dim, page_table, key_lens, cu_seqlens, scale, return_lse=False, plan=None):
     """See `k3lib.ops.mla_decode`: a request at a time while they are few."""
     page_size, width = pages.shape[1:]
@@ -221,7 +222,7 @@ def _supports_mixer(spec: KDASpec) -> str | None:
     return _dtypes(spec.dtype, spec.state_dtype)
 
 
-@register(kda_mixer, name="cpu", platforms=CPU, priority=10, deterministic=True, supports=_supports_mixer)
+@register(kda_mixer, name="cpu", platforms=CPU, priority=10, supports=_supports_mixer)
 def kda_mixer_cpu(
     qkv,
     gate,

@@ -25,8 +25,6 @@ __all__ = ["ExpertFormat", "ExpertWeights", "ExpertsSpec", "RouteSpec", "Routing
 
 ExpertFormat = Literal["bf16", "mxfp4", "nvfp4"]
 
-_GATHERED_ROUTES = 64  # up to so many routes the reference reads each route's matrices, above it goes expert by expert
-
 
 class Routing(NamedTuple):
     """`ids [T, k]` int32 and `weights [T, k]` fp32."""
@@ -266,8 +264,6 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, prepared: ExpertWeights, *,
         )
     local = ids.long() - prepared.first_expert
     here = (local >= 0) & (local < prepared.num_experts)
-    if ids.numel() <= _GATHERED_ROUTES:
-        return _experts_by_route(x, local, here, weights, prepared, act_fn)
     dtype = compute_dtype(x)
     total = x.new_zeros(x.shape, dtype=dtype)
     token, slot = here.nonzero(as_tuple=True)
@@ -285,16 +281,3 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, prepared: ExpertWeights, *,
         total = total.index_add(0, mine, (hidden @ w2.t()).to(dtype) * weight[begin : begin + count, None])
         begin += count
     return total.to(x.dtype)
-
-
-def _experts_by_route(
-    x: Tensor, local: Tensor, here: Tensor, weights: Tensor, prepared: ExpertWeights, act_fn: SiTU
-) -> Tensor:
-    """The same for few tokens: gather each route's matrices, two batched products."""
-    num_tokens, top_k = local.shape
-    dtype = compute_dtype(x)
-    w13, w2 = prepared.decode(torch.where(here, local, 0).flatten(), x.dtype)
-    inputs = x[:, None].expand(-1, top_k, -1).reshape(num_tokens * top_k, x.shape[-1], 1)
-    hidden = situ_and_mul((w13 @ inputs).squeeze(-1), beta=act_fn.beta, linear_beta=act_fn.linear_beta)
-    out = (w2 @ hidden[..., None]).view(num_tokens, top_k, x.shape[-1]).to(dtype) * weights.to(dtype)[..., None]
-    return out.masked_fill(~here[..., None], 0).sum(1).to(x.dtype)

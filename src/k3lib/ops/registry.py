@@ -62,7 +62,7 @@ class Spec(Protocol):
 
     @property
     def deterministic(self) -> bool:
-        """Whether only bitwise repeatable, batch-invariant implementations may run."""
+        """Whether only implementations that are `deterministic` (see `Impl`) may run."""
         ...
 
 
@@ -104,7 +104,8 @@ class Impl:
         requires: packages it needs.
         priority: higher first among the able; equal priorities by name.
         experimental: never run on its hardware by us; chosen by itself only over the reference, with a warning.
-        deterministic: bitwise repeatable and independent of the rest of the batch.
+        deterministic: bitwise repeatable, and nothing inside is chosen by the rest of the batch. (Matrix products of
+            torch may still round differently for another number of rows.)
         supports: None = yes, else the reason, one sentence of the form "needs A, got B".
         prepare: canonical weights -> private layout, once while loading.
         plan: (spec, batch, previous) -> scheduling data, once per step.
@@ -138,7 +139,7 @@ class Impl:
         if spec is None:
             return None
         if spec.deterministic and not self.deterministic:
-            return "needs deterministic=False: it is not bitwise repeatable and batch-invariant"
+            return "needs deterministic=False: it is not bitwise repeatable, or takes other paths in other batches"
         return self.supports(spec)
 
 
@@ -444,7 +445,7 @@ def _all_names() -> set[str]:
 
 @contextlib.contextmanager
 def use_options(*, strict: bool | None = None, deterministic: bool | None = None) -> Iterator[None]:
-    """Refuse the reference on an accelerator (`strict`), or admit only bitwise repeatable kernels (`deterministic`)."""
+    """Refuse the reference on an accelerator (`strict`), or admit only `deterministic` kernels."""
     given = {"strict": strict, "deterministic": deterministic}
     token = _options.set(_changed(**{name: value for name, value in given.items() if value is not None}))
     try:
