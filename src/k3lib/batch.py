@@ -108,12 +108,42 @@ class RouteTap:
     """Routing replay.
 
     Attributes:
-        ids: `[T, MoE layers, top_k]` int32.
+        ids: `[T, MoE layers, top_k]` int32, on the device of the model. MoE layers of the whole model are counted,
+            also by a slice of it, which touches only its own.
         replay: True uses these ids, with weights from the model's own scores; False writes the chosen ids here.
     """
 
     ids: Tensor
     replay: bool
+
+    def check(self, shape: tuple[int, int, int], num_experts: int, device: torch.device) -> None:
+        """Refuse ids that do not fit; values are looked at only on a CPU, where that waits for nothing.
+
+        Args:
+            shape: T, MoE layers, top_k.
+            num_experts: given ids lie below it.
+            device: of the model.
+
+        Raises:
+            ConfigError: names what was found and what is needed.
+        """
+        ids = self.ids
+        if tuple(ids.shape) != shape or ids.dtype != torch.int32:
+            raise ConfigError(
+                f"routes: ids must be int32 [tokens, MoE layers, experts a token] = {list(shape)}, got "
+                f"{str(ids.dtype).removeprefix('torch.')} {list(ids.shape)}"
+            )
+        if ids.device != device:
+            raise ConfigError(f"routes: ids are on {ids.device}, the model on {device}")
+        if not self.replay:
+            if any(step == 0 and size > 1 for step, size in zip(ids.stride(), ids.shape, strict=True)):
+                raise ConfigError("routes: ids to be written must not be expanded: several entries share memory")
+        elif ids.device.type == "cpu" and ids.numel():
+            low, high = (int(x) for x in ids.aminmax())
+            if low < 0 or high >= num_experts:
+                raise ConfigError(
+                    f"routes: id {low if low < 0 else high} is not one of the experts 0..{num_experts - 1}"
+                )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -271,16 +301,29 @@ class Batch:
                 )
         width = max((len(p) for p in page_tables), default=0)
         table = torch.tensor([[*p, *[0] * (width - len(p))] for p in page_tables], dtype=torch.int32)
-        table = table.reshape(len(totals), width)
-        counts = torch.tensor(self.new_tokens, dtype=torch.int64)
-        request = torch.repeat_interleave(torch.arange(len(totals)), counts)
-        before = [0, *accumulate(self.new_tokens)][:-1]
-        first = torch.tensor([c - b for c, b in zip(self.cached_tokens, before, strict=True)], dtype=torch.int64)
-        position = torch.arange(self.num_tokens) + first[request]
-        rows = table[request, position // page_size].long() * page_size + position % page_size
-        self.page_table = table.to(device) if device is not None else table
-        self.rows = rows.to(device) if device is not None else rows
-        self.key_lens = (position + 1).to(dtype=torch.int32, device=device)
+        self.page_table = table.reshape(len(totals), width).to(device=device)
+        self.place_rows(page_size)
+
+    def place_rows(self, page_size: int) -> None:
+        """Set `rows` and `key_lens` from `page_table`: where the new tokens go, and what each may see."""
+        table = self.page_table
+        if table is None:
+            raise ConfigError("Batch.place_rows: the batch has no page_table")
+        device, count = table.device, self.num_tokens
+        if not count:
+            self.rows = torch.zeros(0, dtype=torch.int64, device=device)
+            self.key_lens = torch.zeros(0, dtype=torch.int32, device=device)
+            return
+        request = torch.arange(len(self.new_tokens), device=device)
+        if self.max_new == 1 and count == len(self.new_tokens):
+            position = self.seq_lens.long() - 1
+        else:
+            new = self.cu_seqlens.diff()
+            request = torch.repeat_interleave(request, new, output_size=count)
+            first = self.seq_lens - self.cu_seqlens[1:]  # what to add to a packed index
+            position = torch.arange(count, device=device) + first.long()[request]
+        self.rows = table[request, position // page_size].long() * page_size + position % page_size
+        self.key_lens = (position + 1).to(torch.int32)
 
     def prefix_pieces(self, page_size: int, piece_tokens: int = 4096) -> list[PrefixPiece]:
         """Cut the cached tokens of all requests into pieces of bounded size, for prefill over a cached prefix.

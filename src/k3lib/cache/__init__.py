@@ -1,4 +1,4 @@
-"""The memory of running requests: pages of latent KV and slots of KDA state, allocated together.
+"""The memory of requests: pages of latent KV and slots of KDA state, allocated together, and what is cached of them.
 
 Bookkeeping is pure Python and importable without torch; names that need torch are imported on first use.
 """
@@ -9,21 +9,54 @@ import importlib
 from typing import TYPE_CHECKING
 
 from k3lib.cache.allocator import PageAllocator, SlotAllocator
-from k3lib.cache.lease import HybridAllocator, Lease
-from k3lib.cache.sizing import kv_bytes_per_token, state_bytes_per_slot
+from k3lib.cache.lease import CacheEvent, HybridAllocator, Lease, Op
+from k3lib.cache.prefix import MediaKey, PrefixTree, prefix_keys
+from k3lib.cache.sizing import (
+    Limit,
+    MemoryPlan,
+    RatioTerms,
+    default_mem_fraction,
+    draft_bytes_per_token,
+    format_ratio,
+    kv_bytes_per_token,
+    plan_memory,
+    ratio_terms,
+    replay_bytes_per_slot,
+    rest_from_memory,
+    slots_per_request,
+    state_bytes_per_slot,
+    state_kv_ratio,
+)
 
 __all__ = [
     "CacheConfig",
+    "CacheEvent",
     "HybridAllocator",
     "HybridCache",
     "HybridPool",
     "KDAPool",
     "LatentPool",
     "Lease",
+    "Limit",
+    "MediaKey",
+    "MemoryPlan",
+    "Op",
     "PageAllocator",
+    "PrefixTree",
+    "RatioTerms",
     "SlotAllocator",
+    "default_mem_fraction",
+    "draft_bytes_per_token",
+    "format_ratio",
     "kv_bytes_per_token",
+    "plan_memory",
+    "prefix_keys",
+    "ratio_terms",
+    "replay_bytes_per_slot",
+    "rest_from_memory",
+    "slots_per_request",
     "state_bytes_per_slot",
+    "state_kv_ratio",
 ]
 
 _HOME = {

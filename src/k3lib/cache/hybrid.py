@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-from itertools import chain
+from array import array
+from itertools import accumulate, chain, groupby
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from k3lib.batch import Batch, KDAState, LatentPages
-from k3lib.cache.lease import HybridAllocator, Lease
+from k3lib.batch import Batch, KDAState, LatentPages, StateSaves
+from k3lib.cache.lease import CacheEvent, HybridAllocator, Lease, Op
 from k3lib.cache.pools import CacheConfig, HybridPool
 from k3lib.config import KimiK3Config, TextConfig
-from k3lib.errors import ConfigError
+from k3lib.errors import CapacityError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from k3lib.cache.prefix import MediaKey
 
 __all__ = ["HybridCache"]
 
 
 class HybridCache:
-    """Pages and slots of running requests, with the tensors behind them; pass it to the model as `cache`.
+    """Pages and slots of running requests and cached prefixes, with the tensors behind them: the model's `cache`.
 
-        lease = cache.open(prompt_ids)
-        cache.grow(lease, tokens=len(prompt_ids))
-        logits = model(cache.make_batch([(lease, prompt_ids)], mode="prefill"), cache)
-        cache.commit(lease, prompt_ids)
-        cache.close(lease)
+        lease = cache.open(prompt_ids)                     # cached_len tokens need no prefill
+        todo = prompt_ids[lease.cached_len :]
+        cache.grow(lease, tokens=len(todo))
+        logits = model(cache.make_batch([(lease, todo)], mode="prefill"), cache)
+        cache.commit(lease, todo)
+        cache.close(lease)                                 # what was computed can be reused until it is evicted
 
     `CapacityError` from `open` and `grow` is normal; nothing was taken then.
     """
@@ -36,6 +42,9 @@ class HybridCache:
         self.allocator = allocator
         self.pool = pool
         self.config = config
+        # page table of every slot on the device; only new entries are copied there
+        self._table = torch.zeros(config.num_slots + 1, 0, dtype=torch.int32, device=pool.device)
+        self._written: dict[int, tuple[int, int]] = {}  # slot: lease whose pages stand in its row, and how many
 
     @classmethod
     def allocate(
@@ -47,46 +56,79 @@ class HybridCache:
         dtype: torch.dtype | None = None,
         tp_size: int = 1,
         layers: range | None = None,
+        listener: Callable[[CacheEvent], None] | None = None,
     ) -> HybridCache:
         """Allocate the pools of a model.
 
         Args:
             config: the model.
-            cache: counts and dtypes.
+            cache: counts, dtypes and what to keep.
             device: where the tensors go.
             dtype: of the activations; default what the configuration says (`model.config` says what the model has),
                 bfloat16 for a bare text configuration.
             tp_size: ranks that share the KDA heads.
             layers: only these layers.
+            listener: called with every `CacheEvent`.
         """
         text = config.text if isinstance(config, KimiK3Config) else config
         if dtype is None:
             dtype = getattr(torch, config.dtype) if isinstance(config, KimiK3Config) else torch.bfloat16
         pool = HybridPool(text, cache, dtype=dtype, device=device, tp_size=tp_size, layers=layers)
-        return cls(HybridAllocator(cache.num_pages, cache.num_slots, cache.page_size), pool, cache)
+        allocator = HybridAllocator(
+            cache.num_pages,
+            cache.num_slots,
+            cache.page_size,
+            checkpoint_grid=cache.checkpoint_grid,
+            track_interval=cache.track_interval,
+            keep_turn_ends=cache.keep_turn_ends,
+            prefix_cache=cache.prefix_cache,
+            listener=listener,
+        )
+        return cls(allocator, pool, cache)
 
     @property
     def free_pages(self) -> int:
-        """Pages that can be taken."""
+        """Pages that nobody holds; `cached_pages` more can be had by eviction."""
         return self.allocator.pages.num_free
 
     @property
     def free_slots(self) -> int:
-        """Slots that can be taken."""
+        """Slots that nobody holds; `cached_slots` more can be had by eviction."""
         return self.allocator.slots.num_free
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages that only cached prefixes hold."""
+        return self.allocator.pages.num_idle
+
+    @property
+    def cached_slots(self) -> int:
+        """Slots that only checkpoints hold."""
+        return self.allocator.slots.num_idle
 
     def view(self, layer: int) -> KDAState | LatentPages:
         """The memory of one layer, for the model."""
         return self.pool.view(layer)
 
-    def open(self, prompt_ids: Sequence[int]) -> Lease:
-        """Take a slot for a request. Its state is zeroed before the first step."""
-        return self.allocator.open(list(prompt_ids))
+    def open(
+        self, prompt_ids: Sequence[int], *, namespace: str = "", media: Sequence[MediaKey] = (), reuse: bool = True
+    ) -> Lease:
+        """Take a slot for a request, and what is cached of its prompt; see `HybridAllocator.open`."""
+        ids = _integers(prompt_ids)
+        try:
+            return self.allocator.open(ids, namespace=namespace, media=media, reuse=reuse)
+        except CapacityError:
+            if not self.allocator.has_ops:
+                raise
+            self.issue()  # frees the sources of scheduled copies
+            return self.allocator.open(ids, namespace=namespace, media=media, reuse=reuse)
 
     @contextlib.contextmanager
-    def lease(self, prompt_ids: Sequence[int]) -> Iterator[Lease]:
+    def lease(
+        self, prompt_ids: Sequence[int], *, namespace: str = "", media: Sequence[MediaKey] = ()
+    ) -> Iterator[Lease]:
         """`open` and `close` as a context."""
-        lease = self.open(prompt_ids)
+        lease = self.open(prompt_ids, namespace=namespace, media=media)
         try:
             yield lease
         finally:
@@ -94,61 +136,193 @@ class HybridCache:
 
     def grow(self, lease: Lease, *, tokens: int) -> None:
         """Reserve pages for `tokens` beyond the committed length; the same call twice reserves once."""
-        self.allocator.grow(lease, tokens)
+        try:
+            self.allocator.grow(lease, tokens)
+        except CapacityError:
+            if not self.allocator.has_ops:
+                raise
+            self.issue()
+            self.allocator.grow(lease, tokens)
 
     def make_batch(
         self, work: Sequence[tuple[Lease, Sequence[int]]], *, mode: Literal["prefill", "decode", "verify"] = "prefill"
     ) -> Batch:
         """Describe one step: the new ids of each lease, behind its committed tokens.
 
+        Issues what is scheduled (`issue`) and, for a prefill, reserves slots for the states that the step is to keep.
+        One copy goes to the device.
+
         Raises:
             ConfigError: a lease is closed, occurs twice, or has no room; nothing has been changed.
         """
-        leases = [lease for lease, _ in work]
-        if len({id(lease) for lease in leases}) != len(leases):
+        steps = [(lease, _integers(ids)) for lease, ids in work]
+        if len({id(lease) for lease, _ in steps}) != len(steps):
             raise ConfigError("make_batch: a lease occurs twice")
-        for lease, ids in work:
+        for lease, ids in steps:
             self.allocator._check_open(lease)
             self.allocator.check_room(lease, len(ids))
-        batch = Batch.of(
-            [len(ids) for _, ids in work],
-            mode=mode,
-            cached_tokens=[lease.length for lease in leases],
-            slots=[lease.slot for lease in leases],
-            page_tables=[lease.pages for lease in leases],
-            page_size=self.config.page_size,
-            input_ids=torch.tensor(list(chain.from_iterable(ids for _, ids in work)), dtype=torch.int64),
-            device=self.pool.device,
+        tokens = list(chain.from_iterable(ids for _, ids in steps))
+        if tokens and (min(tokens) < 0 or max(tokens) >= 1 << 31):
+            raise ConfigError(f"make_batch: token ids must be 0 .. 2^31 - 1, got {min(tokens)} .. {max(tokens)}")
+        self.issue()
+        saves = [
+            (i, offset, slot)
+            for i, (lease, ids) in enumerate(steps)
+            for offset, slot in self.allocator.begin(lease, len(ids), saves=mode == "prefill")
+        ]
+        return self._pack([lease for lease, _ in steps], [len(ids) for _, ids in steps], tokens, saves, mode)
+
+    def _pack(
+        self,
+        leases: list[Lease],
+        lengths: list[int],
+        tokens: list[int],
+        saves: list[tuple[int, int, int]],
+        mode: Literal["prefill", "decode", "verify"],
+    ) -> Batch:
+        cached = tuple([len(lease.tokens) for lease in leases])
+        totals = [c + n for c, n in zip(cached, lengths, strict=True)]
+        entries = self._new_entries(leases)
+        parts: tuple[Sequence[int], ...] = (
+            tokens,
+            [0, *accumulate(lengths)],
+            totals,
+            [lease.slot for lease in leases],
+            [slot for _, _, slot in saves],
+            [slot for slot, _, _ in entries],
+            [column for _, column, _ in entries],
+            [page for _, _, page in entries],
         )
-        if batch.input_ids is not None:
-            batch.input_ids = batch.input_ids.to(self.pool.device)
-        fresh = [lease for lease in leases if lease.needs_zero]
-        if fresh:
-            self.pool.kda.zero(torch.tensor([lease.slot for lease in fresh], device=self.pool.device))
-            for lease in fresh:
-                lease.needs_zero = False
+        ids, cu, seq_lens, slots, save_slots, rows, columns, pages = _to_device(parts, self.pool.device)
+        if entries:
+            self._table[rows.long(), columns.long()] = pages
+        width = max((len(lease.pages) for lease in leases), default=0)
+        table = self._table[:, :width].index_select(0, slots)
+        batch = Batch(
+            input_ids=ids.long(),
+            cu_seqlens=cu,
+            seq_lens=seq_lens,
+            new_tokens=tuple(lengths),
+            max_new=max(lengths, default=0),
+            max_seq=max(totals, default=0),
+            mode=mode,
+            cached_tokens=cached,
+            slots=slots,
+            page_table=table,
+            saves=StateSaves(tuple(i for i, _, _ in saves), tuple(o for _, o, _ in saves), save_slots)
+            if saves
+            else None,
+        )
+        batch.place_rows(self.config.page_size)
         return batch
 
-    def commit(self, lease: Lease, ids: Sequence[int]) -> None:
-        """Count `ids` as context, after the model has run on them."""
-        self.allocator.commit(lease, list(ids))
+    def _new_entries(self, leases: Sequence[Lease]) -> list[tuple[int, int, int]]:
+        """`(slot, column, page)` of the page table that the device does not have yet."""
+        width = max((len(lease.pages) for lease in leases), default=0)
+        if width > self._table.shape[1]:
+            wider = self._table.new_zeros(self._table.shape[0], max(width, 2 * self._table.shape[1]))
+            wider[:, : self._table.shape[1]] = self._table
+            self._table = wider
+        entries = []
+        for lease in leases:
+            owner, known = self._written.get(lease.slot, (0, 0))
+            count = len(lease.pages)
+            if owner != lease.number:
+                entries += [(lease.slot, column, 0) for column in range(count, known)]
+                known = 0
+            elif known == count:
+                continue
+            entries += [(lease.slot, column, lease.pages[column]) for column in range(known, count)]
+            self._written[lease.slot] = (lease.number, count)
+        return entries
 
-    def close(self, lease: Lease) -> None:
-        """Free the memory of a request; legal at any moment, idempotent."""
-        self.allocator.close(lease)
+    def issue(self) -> None:
+        """Issue the copies and zeroings that are scheduled, in order.
+
+        `make_batch`, `commit` and `discard` do it; an engine that describes its steps itself calls this before each
+        forward pass.
+        """
+        for kind, group in groupby(self.allocator.take_ops(), key=lambda op: op.kind):
+            self._run_ops(kind, list(group))
+
+    def _run_ops(self, kind: str, ops: list[Op]) -> None:
+        # within a run of one kind no target is a source: both are held until they have been issued
+        sources, targets = _to_device(([op.source for op in ops], [op.target for op in ops]), self.pool.device)
+        if kind == "zero":
+            self.pool.kda.zero(targets.long())
+        elif kind == "copy_slot":
+            self.pool.kda.copy(sources.long(), targets.long())
+        elif kind == "copy_page":
+            self.pool.latent.copy(sources.long(), targets.long())
+        else:
+            self.pool.latent.zero(targets.long())
+
+    def commit(self, lease: Lease, ids: Sequence[int]) -> None:
+        """Count `ids` as context, once the forward pass over them has been issued, and publish what it kept."""
+        self.allocator.commit(lease, _integers(ids))
+        if self.allocator.has_ops:
+            self.issue()
+
+    def close(self, lease: Lease, *, donate: bool = True) -> None:
+        """Give the memory of a request back; legal at any moment, idempotent.
+
+        Args:
+            lease: the lease.
+            donate: keep what was computed, for later requests.
+        """
+        self.allocator.close(lease, donate=donate)
+
+    def discard(self, lease: Lease) -> None:
+        """Close a lease whose contents are not to be trusted: nothing of it can match, its memory is zeroed."""
+        self.allocator.discard(lease)
+        self.issue()
+
+    def clear(self) -> int:
+        """Forget all cached prefixes; returns how many tokens of KV they had. Open leases go on."""
+        return self.allocator.clear()
 
     def check(self) -> None:
-        """Raise AssertionError if a page or slot is lost or has two owners."""
+        """Raise AssertionError if a page or slot is lost, has a wrong count of owners, or the tree is inconsistent."""
         self.allocator.check()
+        for slot, (number, count) in self._written.items():
+            lease = self.allocator.leases.get(number)
+            fits = lease is None or (lease.slot == slot and count <= len(lease.pages))
+            assert fits, "a row of the page table is not of its lease"
 
-    def dump(self) -> dict[str, object]:
-        """Counts and leases, for debugging."""
+    def stats(self) -> dict[str, int]:
+        """Sizes, hits, and what was stored, evicted and skipped, as counts."""
         return {
+            "num_pages": self.config.num_pages,
+            "num_slots": self.config.num_slots,
+            "page_size": self.config.page_size,
+            "checkpoint_grid": self.config.checkpoint_grid,
             "free_pages": self.free_pages,
             "free_slots": self.free_slots,
-            "bytes": self.pool.nbytes,
-            "leases": {
-                n: {"slot": x.slot, "pages": list(x.pages), "tokens": x.length}
-                for n, x in self.allocator.leases.items()
-            },
+            **self.allocator.stats(),
         }
+
+    def dump(self) -> dict[str, object]:
+        """Everything that is held and cached, for debugging."""
+        return {**self.stats(), "bytes": self.pool.nbytes, **self.allocator.dump()}
+
+
+def _integers(ids: Sequence[int] | Tensor) -> list[int]:
+    if isinstance(ids, list):
+        return ids
+    if isinstance(ids, torch.Tensor):
+        listed: list[int] = ids.tolist()
+        return listed
+    return list(ids)
+
+
+def _to_device(parts: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """Lists of integers as int32 tensors, with one copy to the device that does not wait for it."""
+    packed = array("i")
+    for part in parts:
+        packed.extend(part)
+    if not packed:
+        return [torch.zeros(0, dtype=torch.int32, device=device) for _ in parts]
+    host = torch.frombuffer(packed, dtype=torch.int32)
+    # on a CPU the tensor keeps the array alive
+    moved = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    return [*torch.split(moved, [len(part) for part in parts])]

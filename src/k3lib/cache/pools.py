@@ -38,8 +38,12 @@ class CacheConfig:
 
     Attributes:
         num_pages: KV pages.
-        num_slots: KDA states; one for each request in flight.
+        num_slots: KDA states: of running requests, one each, and checkpoints, which give way to them.
         page_size: tokens a page.
+        checkpoint_grid: states are kept for reuse at multiples of so many tokens.
+        track_interval: the same during decode; None = `checkpoint_grid`, 0 = never.
+        keep_turn_ends: also keep the state at the end of every request, at its exact length.
+        prefix_cache: False reuses nothing and keeps nothing.
         kv_cache_dtype: "bfloat16", "float32", "fp8_e4m3"; None = the activation dtype.
         mamba_ssm_dtype: dtype of the recurrent state, "float32" or "bfloat16"; None = float32 (float64 in an fp64
             model).
@@ -48,13 +52,23 @@ class CacheConfig:
     num_pages: int
     num_slots: int
     page_size: int = 64
+    checkpoint_grid: int = 512
+    track_interval: int | None = None
+    keep_turn_ends: bool = True
+    prefix_cache: bool = True
     kv_cache_dtype: str | None = None
     mamba_ssm_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_pages", "num_slots", "page_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"CacheConfig: {name} must be >= 1, got {getattr(self, name)}")
+        for name in ("num_pages", "num_slots", "page_size", "checkpoint_grid", "track_interval"):
+            value = getattr(self, name)
+            if value is None and name == "track_interval":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ConfigError(f"CacheConfig: {name} must be an integer, got {value!r}")
+            least = 0 if name == "track_interval" else 1
+            if value < least:
+                raise ConfigError(f"CacheConfig: {name} must be >= {least}, got {value}")
         if self.kv_cache_dtype is not None and self.kv_cache_dtype not in _DTYPES:
             raise ConfigError(
                 f"CacheConfig: kv_cache_dtype={self.kv_cache_dtype!r}; expected one of {', '.join(_DTYPES)}"
@@ -89,6 +103,15 @@ class LatentPool:
         """The pages of one layer."""
         return LatentPages(self.pages[self.layers[layer]])
 
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole pages in all layers."""
+        raw = self.pages.view(torch.uint8)  # float8 has no index operations
+        raw.index_copy_(1, targets, raw.index_select(1, sources))
+
+    def zero(self, pages: Tensor) -> None:
+        """Zero pages in all layers."""
+        self.pages.view(torch.uint8).index_fill_(1, pages, 0)
+
 
 class KDAPool:
     """States of all KDA layers: `[layers, N, H, V, K]` and windows `[layers, N, width - 1, C]`, zeroed."""
@@ -121,6 +144,11 @@ class KDAPool:
         """Zero the states of `slots` in all layers."""
         self.state.index_fill_(1, slots, 0)
         self.conv.index_fill_(1, slots, 0)
+
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole states in all layers; no target is a source."""
+        self.state.index_copy_(1, targets, self.state.index_select(1, sources))
+        self.conv.index_copy_(1, targets, self.conv.index_select(1, sources))
 
 
 class HybridPool:
