@@ -8,79 +8,22 @@ from collections import Counter
 
 import pytest
 import torch
+from folders import LAYERS, MOE, decays_of, experts_of, load, logits, parameters, random_model, rank, read, write
 from safetensors import safe_open
-from safetensors.torch import save_file
 
-from k3lib import Batch, KimiK3Config, KimiK3ForCausalLM, Mesh, checkpoint, export
+from k3lib import KimiK3Config, checkpoint, export
 from k3lib.errors import CheckpointError, ConfigError
-from k3lib.layers import Experts, KimiDeltaAttention
 from k3lib.layers.linear import placement
 from k3lib.ops import quant
-from k3lib.parallel import RankView
 from k3lib.testing import assert_close
 
 # the golden checkpoints have a padding of A_log that is not zero, on purpose
 pytestmark = pytest.mark.filterwarnings("ignore:.*padding behind the heads")
 
-IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]
 VISION = ("vision_tower.", "mm_projector.")
 WIDE = ("A_log", "dt_bias", "o_norm.weight", "conv1d.weight", "e_score_correction_bias")
-LAYERS = "language_model.model.layers"
-MOE = f"{LAYERS}.1.block_sparse_moe"
 MAGNITUDES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 E2M1 = torch.cat([MAGNITUDES, -MAGNITUDES])
-
-
-def read(folder):
-    """Configuration and tensors of a folder."""
-    tensors = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as handle:
-            tensors |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - not a dict
-    return json.loads((folder / "config.json").read_text()), tensors
-
-
-def write(folder, config, tensors):
-    """Write a folder; tensors by their stored names."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: x.contiguous() for name, x in tensors.items()}, folder / "model.safetensors")
-    return folder
-
-
-def load(folder, **options):
-    return KimiK3ForCausalLM.from_pretrained(folder, progress=False, **options)
-
-
-def rank(index, size):
-    return Mesh(tp=RankView(index, size))
-
-
-@torch.inference_mode()
-def logits(model, ids=IDS):
-    return model(Batch.pack([ids]))
-
-
-def experts_of(model):
-    return [module for module in model.modules() if isinstance(module, Experts)]
-
-
-def decays_of(model):
-    return [module for module in model.modules() if isinstance(module, KimiDeltaAttention)]
-
-
-def parameters(model):
-    return {name: x for name, x in model.named_parameters() if not re.search(r"experts\.w(13|2)$", name)}
-
-
-def random_model(*, dtype=torch.bfloat16, **changes):
-    """A model of random weights, four layers unless told: KDA with a dense MLP, twice KDA and once MLA with experts."""
-    model = KimiK3ForCausalLM(KimiK3Config.tiny(**{"num_hidden_layers": 4, **changes}), dtype=dtype)
-    generator = torch.Generator().manual_seed(1)
-    for name, x in model.named_parameters():
-        noise = torch.randn(x.shape, generator=generator)
-        x.data.copy_(1 + 0.2 * noise if "norm" in name else 0.2 * noise)
-    return model.requires_grad_(requires_grad=False).eval()
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """The whole model: golden checkpoints, invariances of batching and chunking, taps, slices, refusals, gradients."""
 
+import copy
+import dataclasses
 import functools
 import json
 import math
@@ -21,6 +23,7 @@ from k3lib.cache.pools import HybridPool
 from k3lib.errors import BackendUnavailable, CheckpointError, ConfigError, RequestError
 from k3lib.layers import AttnResStream
 from k3lib.ops import observe, register, use_backend
+from k3lib.parallel import RankView
 from k3lib.testing import assert_close, random_batch, tiny_config
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -161,6 +164,7 @@ def test_golden_greedy_continuation_through_the_cache(name, load, expected):
         if prompt in with_states:
             check_states(want, f"fp32.{prompt}.after_greedy", model, cache, lease, TOLERANCE[name])
         cache.close(lease)
+    cache.clear()
     cache.check()
     assert (cache.free_pages, cache.free_slots) == (cache.config.num_pages, cache.config.num_slots)
 
@@ -627,6 +631,172 @@ def test_routes_recorded_in_chunks_equal_those_of_the_whole():
             got.append(mine)
             done += len(part)
     assert torch.equal(torch.cat(got).sort(-1).values, recorded.sort(-1).values)
+
+
+@pytest.mark.parametrize("dense", [1, 3])
+def test_routes_count_the_layers_with_experts(dense):
+    model = tiny(first_k_dense_replace=dense)
+    chosen = {}
+    hooks = [
+        layer.block_sparse_moe.gate.register_forward_hook(
+            lambda _module, _inputs, routing, index=layer.index: chosen.update({index: routing.ids})
+        )
+        for layer in model.model.layers
+        if not layer.is_dense
+    ]
+    recorded = torch.full((7, 9 - dense, 4), -1, dtype=torch.int32)
+    model(routes(Batch.pack([prompt_of(7)]), recorded, replay=False))
+    for hook in hooks:
+        hook.remove()
+    assert list(chosen) == list(range(dense, 9))
+    assert torch.equal(recorded, torch.stack(list(chosen.values()), dim=1))
+
+
+def run_with_routes(model, taps):
+    """Two requests, prefilled in two steps, then decoded; `taps` gives the routes of each step's tokens."""
+    pool, got, cached = pool_of(model), [], [0, 0]
+    with torch.no_grad():
+        for lengths in ([5, 9], [8, 1], [1, 1], [1, 1]):
+            ids = torch.tensor(prompt_of(sum(lengths), seed=len(got)))
+            batch = Batch.of(
+                lengths,
+                mode="decode" if max(lengths) == 1 else "prefill",
+                cached_tokens=cached,
+                slots=[1, 2],
+                page_tables=[[1, 2], [3, 4]],
+                page_size=8,
+                input_ids=ids,
+            )
+            batch.routes = taps(len(got), len(ids))
+            got.append(model(batch, pool))
+            cached = [c + n for c, n in zip(cached, lengths, strict=True)]
+    return torch.cat(got)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_replayed_routes_give_the_logits_of_the_recording_through_a_cache(dtype):
+    model, kept = tiny(dtype), []
+
+    def record(_step, tokens):
+        kept.append(torch.full((tokens, 8, 4), -1, dtype=torch.int32))
+        return RouteTap(kept[-1], replay=False)
+
+    want = run_with_routes(model, record)
+    assert all((ids >= 0).all() for ids in kept)
+    assert torch.equal(want, run_with_routes(model, lambda _step, _tokens: None))
+    before = [ids.clone() for ids in kept]
+    assert torch.equal(want, run_with_routes(model, lambda step, _tokens: RouteTap(kept[step], replay=True)))
+    assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))
+
+
+def test_replay_overrides_the_routers_choice():
+    """Another bias chooses other experts; replayed ids keep the first choice, and scores do not see the bias."""
+    model, ids = tiny(), prompt_of(12)
+    recorded = torch.full((12, 8, 4), -1, dtype=torch.int32)
+    want = model(routes(Batch.pack([ids]), recorded, replay=False))
+    other = copy.deepcopy(model)
+    for layer in other.model.layers:
+        if not layer.is_dense:
+            layer.block_sparse_moe.gate.e_score_correction_bias.neg_()
+    assert not torch.equal(other(Batch.pack([ids])), want)
+    assert torch.equal(other(routes(Batch.pack([ids]), recorded, replay=True)), want)
+
+
+def test_ranks_record_and_replay_the_same_routes(tmp_path):
+    whole_model, ids = tiny(), prompt_of(12)
+    alone = torch.full((12, 8, 4), -1, dtype=torch.int32)
+    whole_model(routes(Batch.pack([ids]), alone, replay=False))
+    whole_model.save_pretrained(tmp_path)
+
+    def work(group):
+        model = KimiK3ForCausalLM.from_pretrained(tmp_path, mesh=Mesh(tp=group), progress=False)
+        mine = torch.full((12, 8, 4), -1, dtype=torch.int32)
+        first = model(routes(Batch.pack([ids]), mine, replay=False))
+        again = model(routes(Batch.pack([ids]), mine.clone(), replay=True))
+        return mine, first, again
+
+    results = Ranks(2).run(work)
+    for mine, first, again in results:
+        assert torch.equal(mine, alone)
+        assert torch.equal(first, again)
+        assert torch.equal(first, results[0][1])
+
+
+def int_ids(*shape, fill=0, dtype=torch.int32, device=None):
+    return torch.full(shape, fill, dtype=dtype, device=device)
+
+
+BAD_ROUTES = {
+    "tokens": (lambda t: int_ids(t + 1, 8, 4), r"= \[2, 8, 4\], got int32 \[3, 8, 4\]"),
+    "layers": (lambda t: int_ids(t, 9, 4), r"\[tokens, MoE layers, experts a token\] = .* got int32 \[2, 9, 4\]"),
+    "top_k": (lambda t: int_ids(t, 8, 5), r"got int32 \[2, 8, 5\]"),
+    "dims": (lambda t: int_ids(t, 8 * 4), r"got int32 \[2, 32\]"),
+    "int64": (lambda t: int_ids(t, 8, 4, dtype=torch.int64), r"must be int32 .* got int64"),
+    "float": (lambda t: int_ids(t, 8, 4, dtype=F32), "got float32"),
+    "device": (lambda t: int_ids(t, 8, 4, device="meta"), "ids are on meta, the model on cpu"),
+}
+BAD_VALUES = {
+    "high": (lambda t: int_ids(t, 8, 4, fill=16), r"id 16 is not one of the experts 0\.\.15"),
+    "low": (lambda t: int_ids(t, 8, 4, fill=-1), "id -1 is not one of the experts"),
+    "one": (lambda t: int_ids(t, 8, 4).index_put((torch.tensor(1),) * 3, torch.tensor(99, dtype=torch.int32)), "id 99"),
+}
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+@pytest.mark.parametrize("replay", [True, False])
+@pytest.mark.parametrize(("make", "match"), BAD_ROUTES.values(), ids=BAD_ROUTES)
+def test_routes_that_do_not_fit_are_refused(make, match, replay, mode):
+    facts = {"slots": [1, 2], "page_tables": [[1], [2]], "page_size": 8} if mode == "decode" else {}
+    batch = (
+        Batch.of([1, 1], mode="decode", input_ids=torch.tensor([1, 2]), **facts)
+        if facts
+        else cached(torch.ones(2).long())
+    )
+    ids = make(2)
+    refused_unwritten(tiny(), routes(batch, ids, replay=replay), ConfigError, match)
+    assert ids.is_meta or not ids.any()
+
+
+@pytest.mark.parametrize(("make", "match"), BAD_VALUES.values(), ids=BAD_VALUES)
+def test_replayed_ids_that_are_no_experts_are_refused(make, match):
+    batch = cached(torch.tensor([1, 2]))
+    refused_unwritten(tiny(), routes(batch, make(2), replay=True), ConfigError, match)
+    tiny()(routes(Batch.pack([[1, 2]]), make(2), replay=False))  # what is there before does not matter
+
+
+def test_routes_cannot_be_recorded_into_expanded_memory():
+    batch = cached(torch.tensor([1, 2]))
+    refused_unwritten(
+        tiny(), routes(batch, int_ids(1, 8, 4).expand(2, 8, 4), replay=False), ConfigError, "share memory"
+    )
+
+
+@pytest.mark.parametrize(("make", "match"), [BAD_ROUTES["top_k"], BAD_VALUES["high"]], ids=["shape", "value"])
+def test_a_view_of_a_rank_refuses_bad_routes_before_it_talks(make, match):
+    model = KimiK3ForCausalLM(tiny_config(), mesh=Mesh(tp=RankView(1, 2)), dtype=F32)
+    refused_unwritten(model, routes(cached(torch.tensor([1, 2])), make(2), replay=True), ConfigError, match)
+
+
+def test_a_slice_counts_all_layers_with_experts_and_records_its_own():
+    model, ids = tiny(), prompt_of(6)
+    recorded, mine = (torch.full((6, 8, 4), -1, dtype=torch.int32) for _ in range(2))
+    model(routes(Batch.pack([ids]), recorded, replay=False))
+    first = KimiK3ForCausalLM(model.config, layers=range(3), dtype=F32)
+    first.load_state_dict(model.state_dict(), strict=False)
+    first(routes(Batch.pack([ids]), mine, replay=False))
+    assert torch.equal(mine[:, :2], recorded[:, :2])
+    assert (mine[:, 2:] == -1).all()
+    stream = first.model.start(first.model.embed_tokens(torch.tensor(ids)))
+    with pytest.raises(ConfigError, match=r"got int32 \[6, 2, 4\]"):
+        first.model.run(stream, routes(Batch.pack([ids]), mine[:, :2], replay=False))
+
+
+def test_a_model_without_experts_has_no_routes():
+    config = tiny_config()
+    text = dataclasses.replace(config.text, moe=None, dense_layers=frozenset(range(9)))
+    model = seed_weights(KimiK3ForCausalLM(dataclasses.replace(config, text=text), dtype=F32))
+    with pytest.raises(ConfigError, match="this model has no experts"):
+        model(routes(Batch.pack([[1, 2]]), int_ids(2, 0, 4), replay=False))
 
 
 # ---- refusals

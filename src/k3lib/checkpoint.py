@@ -1,4 +1,4 @@
-"""Reading weights in the released layout: names, formats, shards, strictness. Writing: `k3lib.export`.
+"""Loading weights in the released layout, and replacing them in place: names, formats, shards, strictness.
 
 Model specification, section 2. Which format a module is stored in is decided by its tensors, never by the manifest:
 
@@ -7,17 +7,16 @@ Model specification, section 2. Which format a module is stored in is decided by
     nvfp4   `<base>.weight`          U8 [out, in/2],     `.weight_scale` F8_E4M3 [out, in/16], `.weight_scale_2` F32 []
     fp8     `<base>.weight`          F8_E4M3 [out, in],  `.weight_scale` F32 [ceil(out/128), 1, ceil(in/128), 1]
 
-Routed experts stay packed in memory; other packed modules are decoded while loading.
+Routed experts stay packed in memory, or on disk; other packed modules are decoded while loading. Files and folders:
+`k3lib.stored`; experts: `k3lib.expert_io`; writing: `k3lib.export`.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,151 +24,50 @@ from torch import nn
 from tqdm import tqdm
 
 from k3lib.errors import CheckpointError, ConfigError
+from k3lib.expert_io import (
+    Cut,
+    DiskExperts,
+    check_codes,
+    check_expert,
+    check_plain,
+    copy_expert,
+    encode_expert,
+    new_experts,
+)
 from k3lib.layers import Experts, KimiDeltaAttention, Linear
 from k3lib.layers.kda import live_decay, warn_tails
 from k3lib.layers.linear import Shard, placement, shard_range
 from k3lib.ops import ExpertWeights, quant
+from k3lib.stored import GIVEN, PLAIN, TORCH_DTYPES, Folder, GivenTensors, OpenFiles, TensorInfo, read_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from os import PathLike
+    from pathlib import Path
 
     from torch import Tensor
 
     from k3lib.config import KimiK3Config, TextConfig
+    from k3lib.ops.moe import ExpertFormat
+    from k3lib.stored import Form, Reader
 
 __all__ = [
+    "DiskExperts",
     "Folder",
+    "GivenTensors",
     "LoadPlan",
     "TensorInfo",
     "load",
     "main_dtype",
     "plan_load",
     "read_header",
+    "update",
 ]
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 VISION_ROOTS = ("vision_tower.", "mm_projector.")
 
-Form = Literal["plain", "mxfp4", "nvfp4", "fp8"]
+_EXPERT_FORMATS: dict[Form, ExpertFormat] = {"plain": "bf16", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}
 
-_TORCH = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8,
-    "F8_E4M3": torch.float8_e4m3fn,
-}  # fmt: skip
-STORED_DTYPES = {dtype: name for name, dtype in _TORCH.items()}
-_PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
-
-
-class TensorInfo(NamedTuple):
-    """One stored tensor as its file's header describes it."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: Path
-    nbytes: int
-
-
-def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Read the header of a safetensors file, and nothing else of it.
-
-    Raises:
-        CheckpointError: the file is missing, not safetensors, or shorter than its header promises.
-    """
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if length > size - 8:
-                raise CheckpointError(f"{file}: not a safetensors file, or cut inside its header ({size} bytes)")
-            header = json.loads(stream.read(length))
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
-    except (ValueError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file}: its header is damaged ({error})") from error
-    infos = {}
-    end = 0
-    try:
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            first, last = entry["data_offsets"]
-            infos[name] = TensorInfo(name, entry["dtype"], tuple(entry["shape"]), file, last - first)
-            end = max(end, last)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file}: its header is damaged (it does not describe tensors)") from error
-    if size < 8 + length + end:
-        raise CheckpointError(f"{file}: cut off: {size} bytes, its header promises {8 + length + end}")
-    return infos
-
-
-class Folder:
-    """A weights folder on disk, or on the Hugging Face hub (files come when they are asked for)."""
-
-    def __init__(self, path: str | PathLike[str], *, revision: str | None = None) -> None:
-        self.path = Path(path)
-        self.revision = revision
-        self.is_local = self.path.is_dir()
-        if not self.is_local and (self.path.exists() or len(self.path.parts) != 2 or self.path.is_absolute()):
-            raise CheckpointError(f"{path}: neither a folder nor a name on the hub ('owner/name')")
-
-    def file(self, name: str) -> Path:
-        """Path of a file of the folder, fetched if it is on the hub."""
-        if self.is_local:
-            return self.path / name
-        from huggingface_hub import hf_hub_download  # noqa: PLC0415 - only hub names need it
-        from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError  # noqa: PLC0415
-
-        try:
-            return Path(hf_hub_download(self.path.as_posix(), name, revision=self.revision))
-        except EntryNotFoundError:
-            return self.path / name  # does not exist; reported by whoever needs it
-        except (HfHubHTTPError, OSError) as error:
-            raise CheckpointError(f"{self.path.as_posix()}: {name} cannot be fetched from the hub ({error})") from error
-
-    def json(self, name: str) -> dict[str, Any]:
-        """Parse a JSON file of the folder.
-
-        Raises:
-            CheckpointError: it is missing or not a JSON object.
-        """
-        file = self.file(name)
-        try:
-            value = json.loads(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: there is no {name}") from error
-        except ValueError as error:
-            raise CheckpointError(f"{file}: not valid JSON ({error})") from error
-        if not isinstance(value, dict):
-            raise CheckpointError(f"{file}: expected a JSON object")
-        return value
-
-    def config(self) -> dict[str, Any]:
-        """The parsed `config.json`."""
-        return self.json("config.json")
-
-    def tensors(self) -> dict[str, TensorInfo]:
-        """All stored tensors by name, from the index and the headers of its files, or from the single file.
-
-        Raises:
-            CheckpointError: no weights, a file missing or damaged, or an index that names what its file lacks.
-        """
-        index_file = self.file(INDEX)
-        if not index_file.exists():
-            single = self.file(SINGLE)
-            if not single.exists():
-                raise CheckpointError(f"{self.path}: there is neither {INDEX} nor {SINGLE}")
-            return read_header(single)
-        weight_map = self.json(INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise CheckpointError(f"{index_file}: there is no weight_map from tensor names to file names")
-        headers = {name: read_header(self.file(name)) for name in sorted(set(weight_map.values()))}
-        absent = [f"{name} (in {file})" for name, file in weight_map.items() if name not in headers[file]]
-        if absent:
-            raise CheckpointError.listing(f"{index_file}: names {len(absent)} tensors that their files lack:", absent)
-        return {name: headers[file][name] for name, file in weight_map.items()}
+_Parts = dict[str, TensorInfo]  # the stored tensors of one matrix by role: weight, scale, scale_2
 
 
 # ---- names --------------------------------------------------------------------------------------
@@ -191,8 +89,8 @@ def canonical_name(stored: str) -> str | None:
 def main_dtype(stored: Mapping[str, TensorInfo], config: KimiK3Config) -> torch.dtype:
     """Dtype of the activations of a checkpoint: that of its embedding, else what the configuration says."""
     for name, info in stored.items():
-        if canonical_name(name) == "model.embed_tokens.weight" and info.dtype in _PLAIN:
-            return _TORCH[info.dtype]
+        if canonical_name(name) == "model.embed_tokens.weight" and info.dtype in PLAIN:
+            return TORCH_DTYPES[info.dtype]
     dtype = getattr(torch, config.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise ConfigError(f"config: dtype={config.dtype!r} is not a torch dtype")
@@ -204,10 +102,11 @@ def main_dtype(stored: Mapping[str, TensorInfo], config: KimiK3Config) -> torch.
 
 @dataclass(slots=True)
 class _Job:
-    """Fill one parameter, or the experts of one layer."""
+    """Fill one parameter, or the experts of one layer. `check` raises beforehand what `run` would for their values."""
 
     names: list[str]
-    run: Callable[[_Source, torch.device | str], None]
+    run: Callable[[Reader, torch.device | str], None]
+    check: Callable[[Reader], None] | None = None
 
 
 @dataclass(slots=True)
@@ -220,6 +119,7 @@ class LoadPlan:
         misfits: tensors of a wrong shape or dtype, each with found and expected value.
         skipped: stored names passed over by rule: vision, layers that this model does not hold.
         forms: how many modules are stored in each format.
+        tails: `A_log` tensors whose padding is not zero; known when they have been read.
     """
 
     jobs: list[_Job] = field(default_factory=list)
@@ -228,6 +128,7 @@ class LoadPlan:
     misfits: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     forms: dict[str, int] = field(default_factory=dict)
+    tails: list[str] = field(default_factory=list)
 
     def problems(self) -> list[str]:
         """All that is wrong, one line each."""
@@ -249,8 +150,10 @@ class LoadPlan:
 
 
 class _Planner:
-    def __init__(self, stored: Mapping[str, TensorInfo]) -> None:
+    def __init__(self, stored: Mapping[str, TensorInfo], *, dtype: torch.dtype, partial: bool) -> None:
         self.plan = LoadPlan()
+        self.dtype = dtype
+        self.partial = partial
         self.used: set[str] = set()
         self.stored: dict[str, TensorInfo] = {}
         for name, info in stored.items():
@@ -264,6 +167,9 @@ class _Planner:
                 self.plan.misfits.append(f"{name}: the same weight as {self.stored[canonical].name}")
             else:
                 self.stored[canonical] = info
+        # of a part: every module with a stored name below it
+        names = self.stored if partial else ()
+        self.owners = {name[:i] for name in names for i, letter in enumerate(name) if letter == "."}
 
     def take(self, name: str, dtypes: frozenset[str], *shapes: tuple[int, ...], hint: str = "") -> TensorInfo | None:
         """The stored tensor `name`, checked; None (and a note in the plan) if it is not right."""
@@ -279,7 +185,15 @@ class _Planner:
             expected = " or ".join(str(list(shape)) for shape in shapes)
             self.plan.misfits.append(f"{info.name}: shape {list(info.shape)}, expected {expected}{hint}")
             return None
+        size = math.prod(info.shape) * TORCH_DTYPES[info.dtype].itemsize
+        if info.nbytes != size:
+            self.plan.misfits.append(f"{info.name}: {info.nbytes} bytes, its shape and dtype need {size}")
+            return None
         return info
+
+    def passes_over(self, name: str) -> bool:
+        """Whether this part of the model is not to be replaced: a partial update lacks its tensor."""
+        return self.partial and name not in self.stored and f"{name}_packed" not in self.stored
 
     def form(self, base: str) -> Form:
         """Format of the module `base`, by the tensors present."""
@@ -301,7 +215,7 @@ class _Planner:
         fp8 = frozenset({"F8_E4M3"})
         parts: dict[str, TensorInfo | None]
         if form == "plain":
-            parts = {"weight": self.take(f"{base}.weight", _PLAIN, (rows, cols))}
+            parts = {"weight": self.take(f"{base}.weight", PLAIN, (rows, cols))}
         elif form == "mxfp4":
             hint = " (MXFP4: one scale for 32 inputs)"
             parts = {
@@ -327,29 +241,59 @@ class _Planner:
         found = {role: info for role, info in parts.items() if info is not None}
         return found if len(found) == len(parts) else None
 
-    def add(self, infos: list[TensorInfo], run: Callable[[_Source, torch.device | str], None]) -> None:
-        self.plan.jobs.append(_Job([info.name for info in infos], run))
+    def add(
+        self,
+        infos: list[TensorInfo],
+        run: Callable[[Reader, torch.device | str], None],
+        check: Callable[[Reader], None] | None = None,
+    ) -> None:
+        self.plan.jobs.append(_Job([info.name for info in infos], run, check))
+
+    def refuse(self, owner: str, reason: str) -> None:
+        """Note one misfit for all tensors of a module."""
+        self.plan.misfits.append(f"{owner}: {reason}")
+        self.used.update(name for name in self.stored if name.startswith(f"{owner}."))
 
 
-def plan_load(model: nn.Module, stored: Mapping[str, TensorInfo], text: TextConfig, dtype: torch.dtype) -> LoadPlan:
-    """Match the parameters of `model` (which may be on the meta device) with stored tensors.
+def plan_load(
+    model: nn.Module,
+    stored: Mapping[str, TensorInfo],
+    text: TextConfig,
+    dtype: torch.dtype,
+    *,
+    resident_experts: int | None = None,
+    partial: bool = False,
+) -> LoadPlan:
+    """Match the parameters of `model` with stored tensors.
+
+    Parameters on the meta device get memory when the plan is carried out; others are written where they are.
 
     Args:
         model: a `KimiK3ForCausalLM`, whole, truncated, a slice, or one rank's part.
         stored: tensors by stored name.
         text: configuration of the text model.
         dtype: what packed modules outside the experts are decoded to.
+        resident_experts: leave the routed experts in their files and hold this many of each layer; None loads all.
+        partial: parts of the model that are not stored stay as they are.
 
     Raises:
         ConfigError: a packed format cannot be cut for this rank.
     """
-    planner = _Planner(stored)
+    planner = _Planner(stored, dtype=dtype, partial=partial)
+    files = None
     for name, module in model.named_modules():
+        if partial and name not in planner.owners:
+            continue
         if isinstance(module, Experts):
-            _plan_experts(planner, name, module)
+            limit = module.packed.limit if isinstance(module.packed, DiskExperts) else resident_experts
+            if limit is None:
+                _plan_experts(planner, name, module)
+            else:
+                files = files or _open_files(planner)
+                _plan_disk_experts(planner, name, module, limit, files)
         else:
             for parameter_name in module._parameters:
-                _plan_parameter(planner, name, module, parameter_name, dtype)
+                _plan_parameter(planner, name, module, parameter_name)
     held = {int(match[1]) for name, _ in model.named_parameters() if (match := _LAYER.match(name))}
     partial = len(held) < text.num_layers
     for name, info in planner.stored.items():
@@ -373,51 +317,65 @@ def _is_text_name(name: str, text: TextConfig) -> bool:
     return name.startswith(("model.embed_tokens.", "model.norm.", "model.output_attn_res_", "lm_head."))
 
 
-def _plan_parameter(planner: _Planner, owner: str, module: nn.Module, name: str, dtype: torch.dtype) -> None:
-    target = module._parameters[name]
-    assert target is not None, "modules have no empty parameters"
-    place = placement(target)
+def _plan_parameter(planner: _Planner, owner: str, module: nn.Module, name: str) -> None:
     full = f"{owner}.{name}"
+    if planner.passes_over(full):
+        return
     if isinstance(module, KimiDeltaAttention) and name == "A_log":
-        info = _take_decay(planner, full, module)
-        if info is not None:
-
-            def run_decay(source: _Source, device: torch.device | str, info: TensorInfo = info) -> None:
-                stored = source.read(info)
-                if stored.reshape(-1)[module.config.num_heads :].any():
-                    source.tails.append(info.name)
-                value = module.pad_decay(info.name, stored)
-                _assign(module, name, value.to(device=device, dtype=target.dtype, copy=True))
-
-            planner.add([info], run_decay)
+        _plan_decay(planner, full, module)
         return
-    form = planner.form(owner) if isinstance(module, Linear) else "plain"
-    if form != "plain":
-        planner.count(form)
-        rows, cols = place.full_shape
-        parts = planner.matrix(owner, form, rows, cols)
-        if parts is not None:
-
-            def run_packed(source: _Source, device: torch.device | str) -> None:
-                value = _decode(source, form, parts, dtype)
-                if place.shard is not None:
-                    value = value.narrow(place.shard.dim, place.begin, place.end - place.begin)
-                _assign(module, name, value.to(device=device, dtype=target.dtype, copy=True))
-
-            planner.add(list(parts.values()), run_packed)
-        return
+    place = placement(module.get_parameter(name))
     if isinstance(module, Linear):
-        planner.count("plain")
-    info = planner.take(full, _PLAIN, place.full_shape)
+        form = planner.form(owner)
+        planner.count(form)
+        if form != "plain":
+            _plan_packed(planner, owner, module, form)
+            return
+    info = planner.take(full, PLAIN, place.full_shape)
     if info is not None:
 
-        def run_plain(source: _Source, device: torch.device | str, info: TensorInfo = info) -> None:
-            value = torch.empty(target.shape, dtype=target.dtype, device=device)
+        def run(source: Reader, device: torch.device | str, info: TensorInfo = info) -> None:
             dim = place.shard.dim if place.shard is not None else 0
-            source.copy_into(value, info, dim, place.begin, place.end if place.shard is not None else None)
-            _assign(module, name, value)
+            end = place.end if place.shard is not None else None
+            source.copy_into(_memory(module, name, device), info, dim, place.begin, end)
 
-        planner.add([info], run_plain)
+        planner.add([info], run)
+
+
+def _plan_packed(planner: _Planner, owner: str, module: Linear, form: Form) -> None:
+    """Plan to decode a packed weight."""
+    place = placement(module.weight)
+    rows, cols = place.full_shape
+    parts = planner.matrix(owner, form, rows, cols)
+    if parts is None:
+        return
+
+    def run(source: Reader, device: torch.device | str) -> None:
+        value = _decode(source, form, parts, planner.dtype)
+        if place.shard is not None:
+            value = value.narrow(place.shard.dim, place.begin, place.end - place.begin)
+        _memory(module, "weight", device).copy_(value)
+
+    def check(source: Reader) -> None:
+        if form != "fp8":
+            scale = source.read(parts["scale"]).clone()
+            check_codes(form, parts, lambda: source.read(parts["weight"]), scale, planner.dtype)
+
+    planner.add(list(parts.values()), run, check)
+
+
+def _plan_decay(planner: _Planner, full: str, module: KimiDeltaAttention) -> None:
+    info = _take_decay(planner, full, module)
+    if info is None:
+        return
+
+    def run(source: Reader, device: torch.device | str) -> None:
+        stored = source.read(info)
+        if stored.reshape(-1)[module.config.num_heads :].any():
+            planner.plan.tails.append(info.name)
+        _memory(module, "A_log", device).copy_(module.pad_decay(info.name, stored))
+
+    planner.add([info], run)
 
 
 def _take_decay(planner: _Planner, full: str, module: KimiDeltaAttention) -> TensorInfo | None:
@@ -426,7 +384,7 @@ def _take_decay(planner: _Planner, full: str, module: KimiDeltaAttention) -> Ten
     if info is None:
         planner.plan.missing.append(full)
         return None
-    if info.dtype not in _PLAIN:
+    if info.dtype not in PLAIN:
         planner.plan.misfits.append(f"{info.name}: dtype {info.dtype}, expected F32")
         return None
     try:
@@ -437,16 +395,9 @@ def _take_decay(planner: _Planner, full: str, module: KimiDeltaAttention) -> Ten
     return info
 
 
-def _plan_experts(planner: _Planner, owner: str, module: Experts) -> None:
+def _expert_parts(planner: _Planner, owner: str, module: Experts, form: Form) -> dict[int, dict[str, _Parts]] | None:
+    """The stored matrices of every expert; None (and notes in the plan) if any is missing or wrong."""
     c = module.config
-    form = planner.form(f"{owner}.0.w1")
-    planner.count(form)
-    if form == "fp8":
-        planner.plan.misfits.append(f"{owner}: FP8 experts are not implemented; expected MXFP4, NVFP4 or plain")
-        for name in planner.stored:
-            if name.startswith(f"{owner}."):
-                planner.used.add(name)
-        return
     if form != "plain":
         unit = 32 if form == "mxfp4" else 16
         for width, what in ((c.expert_width, "the width"), (c.intermediate_size, "the intermediate width")):
@@ -454,7 +405,8 @@ def _plan_experts(planner: _Planner, owner: str, module: Experts) -> None:
                 raise ConfigError(f"{owner}: {form.upper()} needs {what} of an expert ({width}) in multiples of {unit}")
         # a cut inside a group would tear codes from their scale
         shard_range(c.intermediate_size, module.tp, Shard(0, unit, f"the intermediate width of {form.upper()} experts"))
-    parts: list[dict[str, dict[str, TensorInfo]]] = []
+    parts: dict[int, dict[str, _Parts]] = {}
+    complete = True
     for e in range(c.num_experts):
         matrices = {}
         for w, rows, cols in (
@@ -462,27 +414,97 @@ def _plan_experts(planner: _Planner, owner: str, module: Experts) -> None:
             ("w3", c.intermediate_size, c.expert_width),
             ("w2", c.expert_width, c.intermediate_size),
         ):
+            if planner.passes_over(f"{owner}.{e}.{w}.weight"):
+                continue
             found = planner.matrix(f"{owner}.{e}.{w}", form, rows, cols)
             if found is not None:
                 matrices[w] = found
-        if len(matrices) == 3:
-            parts.append(matrices)
-    if len(parts) == c.num_experts:
-        infos = [info for expert in parts for matrix in expert.values() for info in matrix.values()]
-        planner.add(infos, lambda source, device: _fill_experts(source, device, module, form, parts))
+            else:
+                complete = False
+        if matrices:
+            parts[e] = matrices
+    return parts if complete else None
+
+
+def _expert_form(planner: _Planner, owner: str, module: Experts) -> Form | None:
+    """The stored format of a layer's experts; None if there are none, or (and a note in the plan) it cannot be read."""
+    bases = [f"{owner}.{e}.{w}" for e in range(module.config.num_experts) for w in ("w1", "w2", "w3")]
+    first = next((base for base in bases if not planner.passes_over(f"{base}.weight")), None)
+    if first is None:
+        return None
+    form = planner.form(first)
+    planner.count(form)
+    if form == "fp8":
+        planner.refuse(owner, "FP8 experts are not implemented; expected MXFP4, NVFP4 or plain")
+        return None
+    return form
+
+
+def _plan_experts(planner: _Planner, owner: str, module: Experts) -> None:
+    """Plan to read the experts of a layer into memory; packed ones stay packed."""
+    form = _expert_form(planner, owner, module)
+    if form is None:
+        return
+    if not isinstance(module.packed, ExpertWeights | None):
+        planner.refuse(owner, f"these experts are held by a {type(module.packed).__name__}, which cannot be written")
+        return
+    held = None if module.packed is None and module.w13.is_meta else module.weights.format
+    stored = _EXPERT_FORMATS[form]
+    if form != "plain" and held not in {None, stored}:
+        planner.refuse(owner, f"held as {held}, given as {form}: in place only {held} or plain ones can be written")
+        return
+    parts = _expert_parts(planner, owner, module, form)
+    if parts is None:
+        return
+    if "nvfp4" in {held, stored} and (lone := [e for e, m in parts.items() if ("w1" in m) != ("w3" in m)]):
+        planner.refuse(f"{owner}.{lone[0]}", "w1 and w3 share the global scale of NVFP4; give both")
+        return
+    planner.add(
+        [info for matrices in parts.values() for roles in matrices.values() for info in roles.values()],
+        lambda source, device: _fill_experts(source, device, module, stored, parts, planner.dtype),
+        lambda source: _check_experts(source, module, stored, parts, planner.dtype),
+    )
+
+
+def _open_files(planner: _Planner) -> OpenFiles:
+    files = {info.file for name, info in planner.stored.items() if ".experts." in name and info.file is not GIVEN}
+    try:
+        return OpenFiles(files)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: cannot be read ({error.strerror})") from error
+
+
+def _plan_disk_experts(planner: _Planner, owner: str, module: Experts, limit: int, files: OpenFiles) -> None:
+    """Plan to note where the experts of a layer are."""
+    if planner.partial or not files.files:
+        planner.refuse(owner, "these experts are read from files when they are chosen; give a whole folder")
+        return
+    form = _expert_form(planner, owner, module)
+    parts = None if form is None else _expert_parts(planner, owner, module, form)
+    if form is None or parts is None:
+        return
+
+    def run(_source: Reader, device: torch.device | str) -> None:
+        where = module.packed.device if isinstance(module.packed, DiskExperts) else device
+        infos = [parts[e] for e in range(len(parts))]
+        cut = Cut(module.begin, module.end)
+        module.set_packed(
+            DiskExperts(infos, cut, _EXPERT_FORMATS[form], files, limit=limit, check_dtype=planner.dtype, device=where)
+        )
+
+    planner.add([], run)
 
 
 # ---- reading ------------------------------------------------------------------------------------
 
 
 class _Source:
-    """Reads tensors and parts of tensors; never keeps more than a bounded piece of a file mapped."""
+    """A reader for loading: maps files, and never more than a bounded piece of one for long."""
 
     BUDGET = 32 << 20
 
     def __init__(self, progress: tqdm[Any]) -> None:
         self.progress = progress
-        self.tails: list[str] = []  # A_log tensors whose padding is not zero
         self._file: Path | None = None
         self._handle: Any = None
         self._mapped = 0
@@ -532,74 +554,71 @@ class _Source:
             self._count(piece)
 
 
-def _decode(source: _Source, form: Form, parts: dict[str, TensorInfo], dtype: torch.dtype) -> Tensor:
+def _decode(source: Reader, form: Form, parts: _Parts, dtype: torch.dtype) -> Tensor:
     weight, scale = source.read(parts["weight"]).clone(), source.read(parts["scale"]).clone()
+    if form == "fp8":
+        return quant.fp8_block_decode(weight, scale, dtype)
+    check_codes(form, parts, lambda: weight, scale, dtype)
     if form == "mxfp4":
-        quant.check_mxfp4(parts["scale"].name, weight, scale, dtype)
         return quant.mxfp4_decode(weight, scale, dtype)
-    if form == "nvfp4":
-        return quant.nvfp4_decode(weight, scale, source.read(parts["scale_2"]).clone(), dtype)
-    return quant.fp8_block_decode(weight, scale, dtype)
+    return quant.nvfp4_decode(weight, scale, source.read(parts["scale_2"]).clone(), dtype)
 
 
-def _assign(module: nn.Module, name: str, value: Tensor) -> None:
+def _memory(module: nn.Module, name: str, device: torch.device | str) -> Tensor:
+    """Where a parameter is to be written: its own memory; on the meta device it gets some on `device` first."""
     old = module._parameters[name]
-    new = nn.Parameter(value)
-    if old is not None and hasattr(old, "placement"):
-        new.placement = old.placement  # type: ignore[attr-defined]
-    module._parameters[name] = new
+    assert old is not None, "modules have no empty parameters"
+    if old.is_meta:
+        new = nn.Parameter(torch.empty_like(old, device=device))
+        if hasattr(old, "placement"):
+            new.placement = old.placement  # type: ignore[attr-defined]
+        module._parameters[name] = old = new
+    return old.detach()
+
+
+def _expert_memory(
+    module: Experts, form: ExpertFormat, dtype: torch.dtype, device: torch.device | str
+) -> ExpertWeights:
+    """Where the experts of a layer are to be written: what it holds, or new memory in the stored format."""
+    if isinstance(module.packed, ExpertWeights):
+        return module.packed
+    if form == "bf16":
+        return ExpertWeights(_memory(module, "w13", device), _memory(module, "w2", device))
+    c = module.config
+    return new_experts(c.num_experts, form, c.expert_width, module.end - module.begin, dtype=dtype, device=device)
 
 
 def _fill_experts(
-    source: _Source,
+    source: Reader,
     device: torch.device | str,
     module: Experts,
-    form: Form,
-    parts: list[dict[str, dict[str, TensorInfo]]],
+    stored: ExpertFormat,
+    parts: Mapping[int, Mapping[str, _Parts]],
+    dtype: torch.dtype,
 ) -> None:
-    """Stack the experts of one layer: w1 rows, then w3 rows, this rank's columns of w2; expert by expert."""
-    c = module.config
-    begin, end = module.begin, module.end
-    local, width, count = end - begin, c.expert_width, c.num_experts
-    shrink = {"plain": (1, 1), "mxfp4": (2, 32), "nvfp4": (2, 16)}[form]
-    plain = module.w13.dtype
-    stacks: dict[str, tuple[Tensor, Tensor]] = {}
-    roles = ("weight",) if form == "plain" else ("weight", "scale")
-    for role, factor in zip(roles, shrink, strict=False):
-        dtype = plain if form == "plain" else _TORCH[parts[0]["w1"][role].dtype]
-        w13 = torch.empty(count, 2 * local, width // factor, dtype=dtype, device=device)
-        w2 = torch.empty(count, width, local // factor, dtype=dtype, device=device)
-        stacks[role] = (w13, w2)
-        for e, expert in enumerate(parts):
-            source.copy_into(w13[e, :local], expert["w1"][role], 0, begin, end)
-            source.copy_into(w13[e, local:], expert["w3"][role], 0, begin, end)
-            source.copy_into(w2[e], expert["w2"][role], 1, begin // factor, end // factor)
-    w13, w2 = stacks["weight"]
-    if form == "plain":
-        _assign(module, "w13", w13)
-        _assign(module, "w2", w2)
-        return
-    w13_scale, w2_scale = stacks["scale"]
-    if form == "nvfp4":
-        for e, expert in enumerate(parts):
-            for scale, w in ((w13_scale[e, :local], "w1"), (w13_scale[e, local:], "w3"), (w2_scale[e], "w2")):
-                if scale.float().isnan().any():
-                    raise CheckpointError(f"{expert[w]['scale'].name}: a scale is NaN")
-    if form == "mxfp4":
-        for e, expert in enumerate(parts):
-            quant.check_mxfp4(expert["w1"]["scale"].name, w13[e, :local], w13_scale[e, :local], plain)
-            quant.check_mxfp4(expert["w3"]["scale"].name, w13[e, local:], w13_scale[e, local:], plain)
-            quant.check_mxfp4(expert["w2"]["scale"].name, w2[e], w2_scale[e], plain)
-        module.set_packed(ExpertWeights(w13, w2, w13_scale, w2_scale, format="mxfp4"))
-        return
-    globals_: dict[str, list[float]] = {w: [float(source.read(x[w]["scale_2"])) for x in parts] for w in parts[0]}
-    for e, (gate, up) in enumerate(zip(globals_["w1"], globals_["w3"], strict=True)):
-        if gate != up:
-            raise CheckpointError(
-                f"{parts[e]['w1']['scale_2'].name}: {gate} differs from {up} of w3; an expert shares one global scale"
-            )
-    scale_13, scale_2 = (torch.tensor(globals_[w], dtype=torch.float32, device=device) for w in ("w1", "w2"))
-    module.set_packed(ExpertWeights(w13, w2, w13_scale, w2_scale, scale_13, scale_2, format="nvfp4"))
+    into, cut = _expert_memory(module, stored, dtype, device), Cut(module.begin, module.end)
+    for e, matrices in parts.items():
+        if into.format == stored:
+            copy_expert(source, matrices, cut, into, e, dtype=dtype)
+        else:
+            encode_expert(source, matrices, cut, into, e)
+    if into.format != "bf16" and module.packed is None:
+        module.set_packed(into)
+
+
+def _check_experts(
+    source: Reader,
+    module: Experts,
+    stored: ExpertFormat,
+    parts: Mapping[int, Mapping[str, _Parts]],
+    dtype: torch.dtype,
+) -> None:
+    """Raise what `_fill_experts` would for the values."""
+    for matrices in parts.values():
+        if stored != "bf16":
+            check_expert(source, matrices, Cut(module.begin, module.end), stored, dtype=dtype)
+        elif module.weights.format != "bf16":
+            check_plain(source, matrices, module.weights.format)
 
 
 def load(
@@ -609,22 +628,88 @@ def load(
     text: TextConfig,
     dtype: torch.dtype,
     device: torch.device | str,
+    resident_experts: int | None = None,
     progress: bool = True,
 ) -> None:
     """Fill a model that is on the meta device.
+
+    Args:
+        model: a `KimiK3ForCausalLM`, whole, truncated, a slice, or one rank's part.
+        stored: tensors by stored name.
+        text: configuration of the text model.
+        dtype: of the activations; packed modules outside the experts are decoded to it.
+        device: where the weights go.
+        resident_experts: routed experts of a layer that are held at most, the others being read when they are chosen;
+            None holds all.
+        progress: show a progress bar on a terminal.
 
     Raises:
         CheckpointError: anything missing, unexpected, mis-shaped or damaged; nothing has been allocated if the headers
             show it.
         ConfigError: a packed format cannot be cut for this rank.
     """
-    plan = plan_load(model, stored, text, dtype)
+    plan = plan_load(model, stored, text, dtype, resident_experts=resident_experts)
     plan.check(next(iter(stored.values())).file.parent if stored else "this checkpoint")
-    by_name = {info.name: info for info in stored.values()}
-    total = sum(by_name[name].nbytes for job in plan.jobs for name in job.names)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=None if progress else True) as bar:
+    with _progress(plan, stored, progress) as bar, torch.no_grad():
         source = _Source(bar)
         for job in plan.jobs:
             job.run(source, device)
         source.close()
-    warn_tails(source.tails, stacklevel=4)  # whoever called from_pretrained
+    warn_tails(plan.tails, stacklevel=4)  # whoever called from_pretrained
+
+
+def update(
+    model: nn.Module,
+    stored: Mapping[str, TensorInfo],
+    given: GivenTensors | None,
+    *,
+    text: TextConfig,
+    dtype: torch.dtype,
+    partial: bool = False,
+    progress: bool = True,
+) -> None:
+    """Replace the weights of a model in the memory where they are.
+
+    Args:
+        model: a `KimiK3ForCausalLM` that has weights.
+        stored: the new tensors by stored name.
+        given: the tensors that `stored` describes; None: they are in files.
+        text: configuration of the text model.
+        dtype: of the activations.
+        partial: what is not stored stays.
+        progress: show a progress bar on a terminal.
+
+    Raises:
+        CheckpointError: anything missing, unexpected, mis-shaped or damaged, and nothing has been written; or a failure
+            while writing, which says so (`weights_changed`).
+        ConfigError: a packed format cannot be cut for this rank.
+    """
+    plan = plan_load(model, stored, text, dtype, partial=partial)
+    where = next(iter(stored.values())).file if stored else GIVEN
+    plan.check(where if where is GIVEN else where.parent)
+    with _progress(plan, stored, progress and given is None) as bar, torch.no_grad():
+        files = _Source(bar)
+        source: Reader = given or files
+        for job in plan.jobs:
+            if job.check is not None:
+                job.check(source)
+        bar.reset()
+        done = 0
+        try:
+            for done, job in enumerate(plan.jobs):  # noqa: B007 - told in the error
+                job.run(source, "cpu")  # parameters are where they are
+        except Exception as error:
+            failure = CheckpointError(
+                f"{error}\nThis happened while writing: the weights are partly new ({done} of {len(plan.jobs)} "
+                "parameters, and perhaps some of the next). Load again before the model is used"
+            )
+            failure.weights_changed = True
+            raise failure from error
+        files.close()
+    warn_tails(plan.tails, stacklevel=4)  # whoever called load_weights
+
+
+def _progress(plan: LoadPlan, stored: Mapping[str, TensorInfo], shown: bool) -> tqdm[Any]:
+    by_name = {info.name: info for info in stored.values()}
+    total = sum(by_name[name].nbytes for job in plan.jobs for name in job.names)
+    return tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=None if shown else True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from k3lib.errors import ConfigError
@@ -267,9 +267,20 @@ class TextConfig:
         """Number of decoder layers."""
         return len(self.layer_types)
 
+    def differences(self, other: TextConfig) -> list[str]:
+        """What makes `other` another computation, one line for each field; how long a context may be does not."""
+        return _differences(self, replace(other, max_position_embeddings=self.max_position_embeddings), "")
+
     def layers_of(self, kind: LayerKind) -> tuple[int, ...]:
         """0-based numbers of the layers of one kind."""
         return tuple(i for i, k in enumerate(self.layer_types) if k == kind)
+
+
+def _differences(one: Any, other: Any, path: str) -> list[str]:  # noqa: ANN401 - fields of configurations
+    if is_dataclass(one) and is_dataclass(other):
+        pairs = [(f.name, getattr(one, f.name), getattr(other, f.name)) for f in fields(one)]
+        return [line for name, a, b in pairs for line in _differences(a, b, f"{path}.{name}" if path else name)]
+    return [] if one == other else [f"{path}: {one!r} here, {other!r} there"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

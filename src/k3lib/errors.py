@@ -66,9 +66,14 @@ class CapacityError(K3Error, RuntimeError):
 
 
 class CheckpointError(K3Error, RuntimeError):
-    """A weights folder that does not hold what its configuration promises."""
+    """A weights folder that does not hold what its configuration promises.
+
+    Attributes:
+        weights_changed: replacing weights failed half-way: the model holds old ones and new ones.
+    """
 
     LISTED = 10
+    weights_changed = False
 
     @classmethod
     def listing(cls, summary: str, items: Sequence[str]) -> CheckpointError:

@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from k3lib.checkpoint import INDEX, SINGLE, STORED_DTYPES, VISION_ROOTS
+from k3lib.checkpoint import VISION_ROOTS, DiskExperts
 from k3lib.errors import ConfigError
 from k3lib.layers import Experts, KimiDeltaAttention, Linear
 from k3lib.ops import quant
+from k3lib.stored import INDEX, SINGLE, STORED_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -78,16 +79,17 @@ def _expert_outputs(owner: str, module: Experts, form: ExpertFormat | None) -> I
     weights = module.weights
     form = form or weights.format
     inner, width = c.intermediate_size, c.expert_width
-    plain = torch.bfloat16 if weights.format != "bf16" else weights.w13.dtype
+    plain = torch.bfloat16 if weights.format != "bf16" else weights.dtype
     if form != "bf16" and (inner % 32 or width % 32):
         raise ConfigError(f"{owner}: widths {width} and {inner} are no multiples of 32, which packed experts need")
     for e in range(c.num_experts):
-        made: list[dict[str, dict[str, Tensor]]] = []
+        made: dict[tuple[str, str], Tensor] = {}
 
-        def get(w: str, role: str, e: int = e, made: list[dict[str, dict[str, Tensor]]] = made) -> Tensor:
-            if not made:  # all matrices of an expert are converted together: w1 and w3 may share a scale
-                made.append(_convert_expert(weights, e, form, plain))
-            return made[0][w][role]
+        def get(w: str, role: str, e: int = e, made: dict[tuple[str, str], Tensor] = made) -> Tensor:
+            if (w, role) not in made:  # all matrices of an expert are converted together: w1 and w3 may share a scale
+                converted = _convert_expert(weights.expert(e), form, plain)
+                made.update({(w, role): x for w, roles in converted.items() for role, x in roles.items()})
+            return made.pop((w, role))  # each is written once; what was written is not kept
 
         for w, rows, cols in (("w1", inner, width), ("w2", width, inner), ("w3", inner, width)):
             for suffix, dtype, shape in _matrix_layout(form, plain, rows, cols):
@@ -112,15 +114,13 @@ def _matrix_layout(
     ]
 
 
-def _convert_expert(
-    weights: ExpertWeights, e: int, form: ExpertFormat, plain: torch.dtype
-) -> dict[str, dict[str, Tensor]]:
-    """The three matrices of expert `e` in `form`, by their stored suffixes."""
+def _convert_expert(weights: ExpertWeights, form: ExpertFormat, plain: torch.dtype) -> dict[str, dict[str, Tensor]]:
+    """The three matrices of the one expert in `weights` in `form`, by their stored suffixes."""
     if form == weights.format == "mxfp4":
         assert weights.w13_scale is not None, "MXFP4 has scales"
         assert weights.w2_scale is not None, "MXFP4 has scales"
-        packed = {"w2": (weights.w2[e], weights.w2_scale[e])}
-        for w, code, scale in zip(("w1", "w3"), weights.w13[e].chunk(2), weights.w13_scale[e].chunk(2), strict=True):
+        packed = {"w2": (weights.w2[0], weights.w2_scale[0])}
+        for w, code, scale in zip(("w1", "w3"), weights.w13[0].chunk(2), weights.w13_scale[0].chunk(2), strict=True):
             packed[w] = (code, scale)
         return {w: {"weight_packed": code, "weight_scale": scale} for w, (code, scale) in packed.items()}
     if form == "nvfp4":
@@ -131,10 +131,10 @@ def _convert_expert(
                 "weight_scale_2": scale_2.reshape(()),
                 "input_scale": torch.ones(()),
             }
-            for w, (code, scale, scale_2) in _as_nvfp4(weights, e).items()
+            for w, (code, scale, scale_2) in _as_nvfp4(weights).items()
         }
     dtype = torch.float32 if form == "mxfp4" else plain
-    w13, w2 = (m.detach() for m in weights.decode(e, dtype))
+    w13, w2 = (m.detach() for m in weights.decode(0, dtype))
     matrices = {"w1": w13.chunk(2)[0], "w2": w2, "w3": w13.chunk(2)[1]}
     if form == "bf16":
         return {w: {"weight": m} for w, m in matrices.items()}
@@ -143,32 +143,32 @@ def _convert_expert(
     }
 
 
-def _as_nvfp4(weights: ExpertWeights, e: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+def _as_nvfp4(weights: ExpertWeights) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     if weights.format == "nvfp4":
         assert weights.w13_scale is not None, "NVFP4 has scales"
         assert weights.w2_scale is not None, "NVFP4 has scales"
         assert weights.w13_scale_2 is not None, "NVFP4 has global scales"
         assert weights.w2_scale_2 is not None, "NVFP4 has global scales"
-        (c1, c3), (s1, s3) = weights.w13[e].chunk(2), weights.w13_scale[e].chunk(2)
-        shared = weights.w13_scale_2[e]
+        (c1, c3), (s1, s3) = weights.w13[0].chunk(2), weights.w13_scale[0].chunk(2)
+        shared = weights.w13_scale_2[0]
         return {
             "w1": (c1, s1, shared),
             "w3": (c3, s3, shared),
-            "w2": (weights.w2[e], weights.w2_scale[e], weights.w2_scale_2[e]),
+            "w2": (weights.w2[0], weights.w2_scale[0], weights.w2_scale_2[0]),
         }
     if weights.format == "mxfp4":
         assert weights.w13_scale is not None, "MXFP4 has scales"
         assert weights.w2_scale is not None, "MXFP4 has scales"
-        (c1, c3), (s1, s3) = weights.w13[e].chunk(2), weights.w13_scale[e].chunk(2)
+        (c1, c3), (s1, s3) = weights.w13[0].chunk(2), weights.w13_scale[0].chunk(2)
         (first, third), shared = quant.mxfp4_to_nvfp4((c1, s1), (c3, s3))
-        (second,), own = quant.mxfp4_to_nvfp4((weights.w2[e], weights.w2_scale[e]))
+        (second,), own = quant.mxfp4_to_nvfp4((weights.w2[0], weights.w2_scale[0]))
         return {"w1": (*first, shared), "w3": (*third, shared), "w2": (*second, own)}
-    gate, up = weights.w13[e].detach().float().chunk(2)
-    amax = weights.w13[e].detach().abs().amax().float()
+    gate, up = weights.w13[0].detach().float().chunk(2)
+    amax = weights.w13[0].detach().abs().amax().float()
     return {
         "w1": quant.nvfp4_encode(gate, amax=amax),
         "w3": quant.nvfp4_encode(up, amax=amax),
-        "w2": quant.nvfp4_encode(weights.w2[e].detach().float()),
+        "w2": quant.nvfp4_encode(weights.w2[0].detach().float()),
     }
 
 
@@ -194,6 +194,10 @@ def save(
         raise ConfigError(f"only a whole model can be saved: this is one rank's part of {split}")
     hf = _config_to_write(model, config, experts, has_vision=any(n.startswith(VISION_ROOTS) for n in extra))
     folder = Path(path)
+    if any(file.parent.resolve() == folder.resolve() for file in _files_in_use(model)):
+        raise ConfigError(
+            f"{path}: the experts of this model are read from there while it runs; save to another folder"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     outputs = dict(_outputs(model, experts))
     if clash := sorted(set(extra) & set(outputs)):
@@ -214,6 +218,11 @@ def save(
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")
+
+
+def _files_in_use(model: nn.Module) -> set[Path]:
+    stores = [m.packed for m in model.modules() if isinstance(m, Experts) and isinstance(m.packed, DiskExperts)]
+    return {file for store in stores for file in store.files.files}
 
 
 def _nbytes(out: _Out) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -33,7 +34,7 @@ from k3lib.ops.registry import check_backends
 from k3lib.parallel import Mesh
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from os import PathLike
 
     from torch import Tensor
@@ -191,6 +192,7 @@ class KimiK3Model(K3Module):
         self, stream: AttnResStream, batch: Batch, cache: CacheViews | None = None, *, taps: FeatureTap | None = None
     ) -> AttnResStream:
         """Advance a stream through the layers held here and return it."""
+        self._check_routes(batch)
         wanted = () if taps is None else taps.layers
         for layer in self.layers:
             layer(stream, batch, cache)
@@ -229,8 +231,23 @@ class KimiK3Model(K3Module):
                 f"a sequence of {batch.max_seq} tokens exceeds max_position_embeddings="
                 f"{self.text.max_position_embeddings}"
             )
+        self._check_routes(batch)  # before the embedding, which ranks compute together
         stream = self.start(self._embed(batch, inputs_embeds))
         return self.run(stream, batch, cache, taps=taps).read(self.output_read)
+
+    def _check_routes(self, batch: Batch) -> None:
+        if batch.routes is None:
+            return
+        moe = self.text.moe
+        if moe is None:
+            raise ConfigError("the batch has routes, but this model has no experts")
+        layers = self.text.num_layers - len(self.text.dense_layers)
+        batch.routes.check((batch.num_tokens, layers, moe.top_k), moe.num_experts, self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.layers[self.layer_range.start].input_layernorm.weight.device
 
     def _embed(self, batch: Batch, inputs_embeds: Tensor | None) -> Tensor:
         weight = self.embed_tokens.weight
@@ -341,10 +358,25 @@ class KimiK3ForCausalLM(K3Module):
         Raises:
             ConfigError, RequestError: see `KimiK3Model.forward`.
         """
+        hidden = self.hidden(batch, cache, inputs_embeds=inputs_embeds, taps=taps)
+        return self.scores(_last_tokens(hidden, batch) if logits == "last" else hidden)
+
+    def hidden(
+        self,
+        batch: Batch,
+        cache: CacheViews | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        taps: FeatureTap | None = None,
+    ) -> Tensor:
+        """Compute what the head reads: `[T, D]`, normed. Arguments and errors as in `forward`."""
         with self.use_backends():
-            hidden = self.model(batch, cache, inputs_embeds=inputs_embeds, taps=taps)
-            if logits == "last":
-                hidden = _last_tokens(hidden, batch)
+            hidden: Tensor = self.model(batch, cache, inputs_embeds=inputs_embeds, taps=taps)
+        return hidden
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Apply the head to some rows of `hidden`: float32 logits `[n, vocab]`."""
+        with self.use_backends():
             scores = self.mesh.tp.all_gather(self.lm_head(hidden), dim=-1)
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
@@ -362,10 +394,10 @@ class KimiK3ForCausalLM(K3Module):
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.model.layers[self.model.layer_range.start].input_layernorm.weight.device
+        return self.model.device
 
     @classmethod
-    def from_pretrained(
+    def from_pretrained(  # noqa: PLR0913 - the one place where all that can be chosen meets
         cls,
         path: str | PathLike[str],
         *,
@@ -375,6 +407,7 @@ class KimiK3ForCausalLM(K3Module):
         device: torch.device | str | None = None,
         backends: str | Mapping[str, str] | None = None,
         revision: str | None = None,
+        resident_experts: int | None = None,
         progress: bool = True,
     ) -> KimiK3ForCausalLM:
         """Load the text model of a checkpoint; vision tensors are skipped without being read.
@@ -390,15 +423,22 @@ class KimiK3ForCausalLM(K3Module):
             device: where the weights go; default CPU.
             backends: see the constructor.
             revision: of a hub name.
+            resident_experts: hold at most this many routed experts of each layer, as they are stored, and read the
+                others from their files when they are chosen (the least recently used leaves); None holds all. The
+                logits are the same. The files must stay as they are; see `expert_stats` and `load_weights`.
             progress: show a progress bar on a terminal.
 
         Raises:
             CheckpointError: missing, unexpected, mis-shaped or damaged tensors or files.
             ConfigError: a configuration that is not implemented or does not divide over the ranks, a dtype that weights
-                cannot have, or a device that is not here.
+                cannot have, a device that is not here, or fewer than one resident expert.
             BackendUnavailable: a forced implementation cannot run here. All before anything is allocated.
         """
         check_place(dtype, device)
+        if resident_experts is not None and (type(resident_experts) is not int or resident_experts < 1):
+            raise ConfigError(
+                f"resident_experts={resident_experts!r} must be an integer >= 1, or None to hold all experts"
+            )
         folder = checkpoint.Folder(path, revision=revision)
         config = KimiK3Config.from_hf(folder.config())
         stored = folder.tensors()
@@ -408,11 +448,85 @@ class KimiK3ForCausalLM(K3Module):
         model._note_dtype()
         model.family = backends if isinstance(backends, str) else None
         model.backends = {} if backends is None or isinstance(backends, str) else dict(backends)
-        check_forced(config, model.family, model.backends, dtype=main, device=device, tp_size=model.mesh.tp.size)
-        checkpoint.load(model, stored, text=config.text, dtype=main, device=device or "cpu", progress=progress)
-        model.requires_grad_(requires_grad=False)
-        fuse(model)
+        check_forced(
+            config,
+            model.family,
+            model.backends,
+            dtype=main,
+            device=device,
+            tp_size=model.mesh.tp.size,
+            offloaded=resident_experts is not None,
+        )
+        with torch.inference_mode(mode=False):  # weights that can be trained and replaced, wherever they were loaded
+            checkpoint.load(
+                model,
+                stored,
+                text=config.text,
+                dtype=main,
+                device=device or "cpu",
+                resident_experts=resident_experts,
+                progress=progress,
+            )
+            model.requires_grad_(requires_grad=False)
+            fuse(model)
         return model.eval()
+
+    def load_weights(
+        self,
+        source: str | PathLike[str] | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        *,
+        partial: bool = False,
+        revision: str | None = None,
+        progress: bool = True,
+    ) -> None:
+        """Replace the weights in the memory where they are, so that captured graphs and views of them stay valid.
+
+        Everything is checked before anything is written. Values take the dtype of this model; a rank takes its part.
+        Packed experts take packed tensors of their format, or plain ones, which are encoded. Experts that are read
+        from files (`resident_experts`) are read from the new folder from now on. States and caches that were computed
+        with the old weights are the caller's business.
+
+        Args:
+            source: a folder or a name on the hub whose configuration computes the same, or tensors by their stored
+                names. An iterable of pairs is read to its end first.
+            partial: what the source lacks stays as it is; else it is refused. A packed matrix needs all its tensors.
+            revision: of a hub name.
+            progress: show a progress bar on a terminal.
+
+        Raises:
+            CheckpointError: missing, unexpected, mis-shaped or damaged tensors or files; or a failure while writing,
+                after which the weights are partly new (its `weights_changed` says so).
+            ConfigError: another configuration, something that is no tensor, or a model without memory. Nothing has
+                been written.
+        """
+        if self.device.type == "meta":
+            raise ConfigError("load_weights: this model is on the meta device; use from_pretrained()")
+        given = None
+        if isinstance(source, str | os.PathLike):
+            folder = checkpoint.Folder(source, revision=revision)
+            found = KimiK3Config.from_hf(folder.config()).text
+            if differences := self.config.text.differences(found):
+                listed = "\n".join(f"  {line}" for line in differences)
+                raise ConfigError(f"{source}: its configuration computes something else than this model:\n{listed}")
+            stored = folder.tensors()
+        else:
+            given = checkpoint.GivenTensors.of(source)
+            stored = given.infos()
+        checkpoint.update(
+            self, stored, given, text=self.config.text, dtype=self.dtype, partial=partial, progress=progress
+        )
+
+    def expert_stats(self) -> dict[int, dict[str, int]]:
+        """Counters of experts that are read from files, by layer; empty if all are in memory.
+
+        Each layer has `hits` and `misses` (experts that a step needed and found, or had to read), `bytes_read`,
+        `resident` (experts held now) and `limit` (the `resident_experts` of `from_pretrained`). They start at 0 when a
+        folder is loaded.
+        """
+        stores = {
+            layer.index: layer.block_sparse_moe.experts.packed for layer in self.model.layers if not layer.is_dense
+        }
+        return {i: store.stats() for i, store in stores.items() if isinstance(store, checkpoint.DiskExperts)}
 
     def save_pretrained(
         self,
@@ -427,12 +541,14 @@ class KimiK3ForCausalLM(K3Module):
         Args:
             path: folder, made if needed.
             experts: "bf16" (unpacked, in the model's dtype), "mxfp4" or "nvfp4"; None keeps what the model holds.
+                Experts that are read from files pass through one by one, in their stored dtype.
             max_file_bytes: begin another file when one is full.
             extra: further tensors by their stored name, for example of the vision tower. Without any, the written
                 configuration is text-only.
 
         Raises:
-            ConfigError: the model is a slice or one rank's part, or has no `config.json` to write.
+            ConfigError: the model is a slice or one rank's part, has no `config.json` to write, or reads experts from
+                this very folder.
         """
         export.save(self, self.config, path, experts=experts, max_file_bytes=max_file_bytes, extra=extra or {})
 
@@ -472,6 +588,7 @@ def check_forced(
     dtype: torch.dtype | None,
     device: torch.device | str | None,
     tp_size: int,
+    offloaded: bool = False,
 ) -> None:
     """Refuse forced kernels that cannot serve this model here, before anything is built.
 
@@ -487,7 +604,7 @@ def check_forced(
         mode: Literal["prefill", "decode"] = "prefill" if name == "kda_chunk" else "decode"
         specs[name] = ops.KDASpec.from_config(config, tp_size=tp_size, mode=mode, dtype=dtype)
     if config.text.moe is not None:
-        specs["experts"] = ops.ExpertsSpec.from_config(config, tp_size=tp_size, dtype=dtype)
+        specs["experts"] = ops.ExpertsSpec.from_config(config, tp_size=tp_size, offloaded=offloaded, dtype=dtype)
     kind = None if device is None else torch.device(device).type
     with ops.use_backend(**backends):
         for name in backends:

@@ -22,6 +22,7 @@ from k3lib.ops import (
     route,
     situ_and_mul,
 )
+from k3lib.ops.moe import needs_resident
 from k3lib.ops.quant import mxfp4_decode, mxfp4_encode, nvfp4_decode, nvfp4_encode
 from k3lib.testing import assert_close, skip_unless_able, tolerance
 
@@ -362,6 +363,59 @@ def test_experts_refuse_shapes_that_do_not_fit():
     for x, w in ((draw(3, 11), weights), (draw(2, 12), weights), (draw(3, 12), weights[:, :1])):
         with pytest.raises(ConfigError, match="do not fit experts of width 12"):
             experts(x, ids, w, prepared, act_fn=SITU)
+
+
+class OneByOne:
+    """A store of ours that hands out experts of `whole`, and remembers what was asked for."""
+
+    offloaded = True
+
+    def __init__(self, whole):
+        self.whole, self.asked = whole, []
+
+    def __getattr__(self, name):
+        return getattr(self.whole, name)
+
+    def decode(self, which, dtype):
+        self.asked.append(which if isinstance(which, int) else which.tolist())
+        return self.whole.decode(which, dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+@every_runner
+def test_a_store_gives_the_bits_of_the_stacks(impl, tokens):
+    x, whole = draw(tokens, 12), plain_experts(first=2)
+    ids, weights = routes(tokens, 4, 8)
+    store = OneByOne(whole)
+    got = able(impl, x, ids, weights, store)
+    assert got.equal(able(impl, x, ids, weights, whole))
+    asked = {e for which in store.asked for e in ([which] if isinstance(which, int) else which)}
+    assert asked == {int(e) - 2 for e in ids.unique() if e >= 2}
+
+
+@every_runner
+def test_large_experts_are_decoded_one_by_one(impl):
+    """Decoded matrices of all routes together would be 24 MiB here."""
+    store = OneByOne(plain_experts(width=512, intermediate=512))
+    ids, weights = routes(2, 4, 8)
+    able(impl, draw(2, 512), ids, weights, store)
+    assert store.asked == ids.unique().tolist()
+
+
+def test_the_spec_of_a_store_says_so():
+    x, (ids, weights), whole = draw(3, 12), routes(3, 2, 8), plain_experts()
+    specs = [ExpertsSpec.of(x, ids, weights, each, act_fn=SITU) for each in (whole, OneByOne(whole))]
+    assert [spec.offloaded for spec in specs] == [False, True]
+    assert needs_resident(specs[0]) is None
+    assert needs_resident(specs[1]).startswith("needs all experts resident, got ")
+
+
+@pytest.mark.parametrize("kind", ["bf16", "mxfp4", "nvfp4"])
+def test_one_expert_of_a_stack(kind):
+    whole = plain_experts(width=64, intermediate=32, first=3) if kind == "bf16" else packed_experts(kind, first=3)[0]
+    one = whole.expert(5)
+    assert (one.num_experts, one.first_expert, one.format) == (1, 8, kind)
+    assert all(a.equal(b) for a, b in zip(one.decode(0, F32), whole.decode(5, F32), strict=True))
 
 
 @given(tokens=st.integers(0, 30), top_k=st.integers(1, 5), seed=st.integers(0, 2**16))

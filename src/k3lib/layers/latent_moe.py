@@ -58,9 +58,10 @@ class Router(K3Module):
 
 
 class Experts(K3Module):
-    """The stacked routed experts: plain parameters `w13 [E, 2I, L]` and `w2 [E, L, I]`, or packed weights.
+    """The stacked routed experts: plain parameters `w13 [E, 2I, L]` and `w2 [E, L, I]`, or a store in their place.
 
-    Packed weights replace the parameters (`set_packed`) and are decoded only inside the `experts` op.
+    A store (`set_packed`) is packed weights, decoded only inside the `experts` op, or reads experts when they are
+    chosen. It is no parameter: neither `parameters()` nor `state_dict()` has it.
     """
 
     def __init__(
@@ -80,26 +81,23 @@ class Experts(K3Module):
         # w1 and w3 are cut by themselves, then stacked: the loader places the parts
         self.w13 = parameter(config.num_experts, 2 * local, width, dtype=dtype, device=device)
         self.w2 = parameter(config.num_experts, width, local, dtype=dtype, device=device)
-        self.packed: ops.ExpertWeights | None = None
+        self.packed: ops.ExpertStore | None = None
 
-    def set_packed(self, weights: ops.ExpertWeights) -> None:
-        """Hold packed weights instead of parameters."""
+    def set_packed(self, weights: ops.ExpertStore) -> None:
+        """Hold packed weights, or what fetches experts, instead of parameters."""
+        if self.packed is None:
+            del self.w13, self.w2
         self.packed = weights
-        del self.w13, self.w2
 
     @property
-    def weights(self) -> ops.ExpertWeights:
+    def weights(self) -> ops.ExpertStore:
         """The canonical weights that the op takes."""
         return self.packed if self.packed is not None else ops.ExpertWeights(self.w13, self.w2)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Experts:  # noqa: ANN401 - torch's signature
         super()._apply(fn, recurse)
         if self.packed is not None:
-            # move, never cast: the bytes are codes
-            device = fn(torch.zeros(1)).device
-            for name in ("w13", "w2", "w13_scale", "w2_scale", "w13_scale_2", "w2_scale_2"):
-                if (tensor := getattr(self.packed, name)) is not None:
-                    setattr(self.packed, name, tensor.to(device))
+            self.packed.to(fn(torch.zeros(1)).device)  # never cast: the bytes are codes
         return self
 
     def forward(self, x: Tensor, routing: ops.Routing) -> Tensor:

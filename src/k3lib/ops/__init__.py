@@ -20,7 +20,7 @@ from k3lib.ops.mla import (
     mla_decode,
     store_rows,
 )
-from k3lib.ops.moe import ExpertsSpec, ExpertWeights, RouteSpec, Routing, experts, route
+from k3lib.ops.moe import ExpertsSpec, ExpertStore, ExpertWeights, RouteSpec, Routing, experts, route
 from k3lib.ops.norm import NormSpec, gated_rms_norm, rms_norm
 from k3lib.ops.registry import (
     Decision,
@@ -46,6 +46,7 @@ __all__ = [
     "AttnResSpec",
     "ConvSpec",
     "Decision",
+    "ExpertStore",
     "ExpertWeights",
     "ExpertsSpec",
     "Impl",

@@ -7,7 +7,7 @@ k experts per token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -19,9 +19,21 @@ from k3lib.ops.quant import mxfp4_decode, nvfp4_decode
 from k3lib.ops.registry import intern_spec, op
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
-__all__ = ["ExpertFormat", "ExpertWeights", "ExpertsSpec", "RouteSpec", "Routing", "experts", "route"]
+__all__ = [
+    "ExpertFormat",
+    "ExpertStore",
+    "ExpertWeights",
+    "ExpertsSpec",
+    "RouteSpec",
+    "Routing",
+    "experts",
+    "needs_resident",
+    "route",
+]
 
 ExpertFormat = Literal["bf16", "mxfp4", "nvfp4"]
 
@@ -122,6 +134,61 @@ def _choose_experts(biased: Tensor, top_k: int, num_groups: int, top_groups: int
     return biased.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
 
 
+class ExpertStore(Protocol):
+    """What the `experts` op takes: the weights themselves (`ExpertWeights`), or something that fetches them.
+
+    An implementation that works on stacked weights declines stores that are `offloaded` (see `needs_resident`); the
+    others only call `decode`, once for each expert or small set of experts that a call needs.
+    """
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of this rank."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """L, the input and output width of an expert."""
+        ...
+
+    @property
+    def intermediate(self) -> int:
+        """I, the local intermediate width."""
+        ...
+
+    @property
+    def format(self) -> ExpertFormat:
+        """How they are stored."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is stored: a float dtype, or uint8 if packed."""
+        ...
+
+    @property
+    def first_expert(self) -> int:
+        """Global id of the first local expert."""
+        ...
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether experts are fetched when they are needed."""
+        ...
+
+    def decode(self, which: Tensor | int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return `w13` and `w2` of the experts `which` (local numbers) as plain matrices of `dtype`."""
+        ...
+
+    def expert(self, e: int) -> ExpertWeights:
+        """Expert `e` as a stack of one."""
+        ...
+
+    def to(self, device: torch.device) -> None:
+        """Move to `device`; nothing is cast."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class ExpertWeights:
     """The routed experts of one rank in canonical form, as stored in the checkpoint.
@@ -159,6 +226,31 @@ class ExpertWeights:
         """I, the local intermediate width."""
         return self.w13.shape[1] // 2
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is stored: a float dtype, or uint8 if packed."""
+        return self.w13.dtype
+
+    @property
+    def offloaded(self) -> bool:
+        """All experts are here."""
+        return False
+
+    def expert(self, e: int) -> ExpertWeights:
+        """Expert `e` as a stack of one, sharing memory."""
+        return self._each(lambda x: x[e : e + 1], self.first_expert + e)
+
+    def to(self, device: torch.device) -> None:
+        """Move to `device`; nothing is cast."""
+        moved = self._each(lambda x: x.to(device), self.first_expert)
+        for name in self.__slots__:
+            setattr(self, name, getattr(moved, name))
+
+    def _each(self, change: Callable[[Tensor], Tensor], first_expert: int) -> ExpertWeights:
+        scales = (self.w13_scale, self.w2_scale, self.w13_scale_2, self.w2_scale_2)
+        s13, s2, g13, g2 = (None if x is None else change(x) for x in scales)
+        return ExpertWeights(change(self.w13), change(self.w2), s13, s2, g13, g2, self.format, first_expert)
+
     def decode(self, which: Tensor | int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return `w13` and `w2` of the experts `which` (local numbers) as plain matrices of `dtype`."""
         if self.format == "bf16":
@@ -193,12 +285,13 @@ class ExpertsSpec:
     intermediate: int
     weights: ExpertFormat
     activations: torch.dtype
+    offloaded: bool = False
     act_fn: str = "situ"
     ep_size: int = 1
     deterministic: bool = False
 
     @staticmethod
-    def of(x: Tensor, ids: Tensor, weights: Tensor, prepared: ExpertWeights, *, act_fn: SiTU) -> ExpertsSpec:
+    def of(x: Tensor, ids: Tensor, weights: Tensor, prepared: ExpertStore, *, act_fn: SiTU) -> ExpertsSpec:
         """Facts of a call."""
         return intern_spec(
             ExpertsSpec,
@@ -208,6 +301,7 @@ class ExpertsSpec:
             prepared.intermediate,
             prepared.format,
             x.dtype,
+            prepared.offloaded,
         )
 
     @staticmethod
@@ -217,6 +311,7 @@ class ExpertsSpec:
         tp_size: int = 1,
         ep_size: int = 1,
         weights: ExpertFormat | None = None,
+        offloaded: bool = False,
         dtype: torch.dtype = torch.bfloat16,
     ) -> ExpertsSpec:
         """Facts of a model's calls; `weights=None` takes the stored format of the configuration."""
@@ -233,12 +328,18 @@ class ExpertsSpec:
             intermediate=text.moe.intermediate_size // tp_size,
             weights=weights,
             activations=dtype,
+            offloaded=offloaded,
             ep_size=ep_size,
         )
 
 
+def needs_resident(spec: ExpertsSpec) -> str | None:
+    """`supports` of an implementation that reads the stacked weights of `ExpertWeights`."""
+    return "needs all experts resident, got experts that are read when they are chosen" if spec.offloaded else None
+
+
 @op(ExpertsSpec.of)
-def experts(x: Tensor, ids: Tensor, weights: Tensor, prepared: ExpertWeights, *, act_fn: SiTU) -> Tensor:
+def experts(x: Tensor, ids: Tensor, weights: Tensor, prepared: ExpertStore, *, act_fn: SiTU) -> Tensor:
     """Weighted sum of the chosen experts, `Σ_i w_i · w2_i · SiTU([w1_i; w3_i] x)`: fp32 sum, one rounding.
 
     Packed weights are decoded here, expert by expert, and nowhere else. Each expert's output is rounded to the dtype
@@ -248,7 +349,7 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, prepared: ExpertWeights, *,
         x: `[T, L]`.
         ids: `[T, k]` int32, global expert ids; those outside this rank's range contribute nothing.
         weights: `[T, k]` fp32.
-        prepared: the experts of this rank.
+        prepared: the experts of this rank, or what fetches them; one expert is asked for at a time.
         act_fn: the activation between the two products.
 
     Returns:

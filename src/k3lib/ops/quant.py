@@ -106,11 +106,9 @@ def check_mxfp4(name: str, packed: Tensor, scale: Tensor, dtype: torch.dtype = t
     problem = _fp4_problem(packed, scale, _MX_GROUP, torch.uint8)
     if problem is not None:
         raise CheckpointError(f"{name}: {problem}")
-    _require_float("check_mxfp4", dtype)
-    safe = math.floor(math.log2(torch.finfo(dtype).max / _E2M1_MAX)) + _E8M0_BIAS
-    first_risky = min(safe + 1, _E8M0_NAN)
-    if scale.numel() == 0 or int(scale.max()) < first_risky:
+    if mxfp4_is_safe(scale, dtype):
         return
+    first_risky = _first_risky_scale(dtype)
     problems = []
     is_nan = scale == _E8M0_NAN
     if bool(is_nan.any()):
@@ -132,6 +130,23 @@ def check_mxfp4(name: str, packed: Tensor, scale: Tensor, dtype: torch.dtype = t
         )
     if problems:
         raise CheckpointError(f"{name}: " + "; ".join(problems))
+
+
+def mxfp4_is_safe(scale: Tensor, dtype: torch.dtype) -> bool:
+    """Whether no code beside these scale bytes can decode to NaN, or to an infinity in `dtype`.
+
+    Args:
+        scale: uint8.
+        dtype: the dtype that the weights will be decoded to.
+    """
+    _require_float("mxfp4_is_safe", dtype)
+    return scale.numel() == 0 or int(scale.max()) < _first_risky_scale(dtype)
+
+
+def _first_risky_scale(dtype: torch.dtype) -> int:
+    """The smallest scale byte with which a code may overflow `dtype`, or 255."""
+    safe = math.floor(math.log2(torch.finfo(dtype).max / _E2M1_MAX)) + _E8M0_BIAS
+    return min(safe + 1, _E8M0_NAN)
 
 
 def nvfp4_encode(w: Tensor, *, amax: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from k3lib.errors import ConfigError
-from k3lib.ops.moe import ExpertsSpec, ExpertWeights, experts
+from k3lib.ops.moe import ExpertsSpec, experts
 from k3lib.ops.packing import compute_dtype
 from k3lib.ops.registry import op
 
@@ -18,14 +18,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from k3lib.config import SiTU
+    from k3lib.ops.moe import ExpertStore
     from k3lib.parallel.group import Group
 
 __all__ = ["ep_experts"]
 
 
-def _spec(
-    x: Tensor, ids: Tensor, weights: Tensor, prepared: ExpertWeights, *, act_fn: SiTU, group: Group
-) -> ExpertsSpec:
+def _spec(x: Tensor, ids: Tensor, weights: Tensor, prepared: ExpertStore, *, act_fn: SiTU, group: Group) -> ExpertsSpec:
     return ExpertsSpec(
         experts=prepared.num_experts,
         top_k=ids.shape[1],
@@ -33,14 +32,13 @@ def _spec(
         intermediate=prepared.intermediate,
         weights=prepared.format,
         activations=x.dtype,
+        offloaded=prepared.offloaded,
         ep_size=group.size,
     )
 
 
 @op(_spec, default="composed", parts=("experts",))
-def ep_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, prepared: ExpertWeights, *, act_fn: SiTU, group: Group
-) -> Tensor:
+def ep_experts(x: Tensor, ids: Tensor, weights: Tensor, prepared: ExpertStore, *, act_fn: SiTU, group: Group) -> Tensor:
     """Weighted sum of the chosen experts, which live in equal contiguous ranges on the ranks of `group`.
 
     A row is sent once to each rank that holds one of its experts, with its ids and weights; that rank runs `experts`
