@@ -43,19 +43,25 @@ def check(golden: Path, name: str, dtype: torch.dtype, device: str) -> dict[str,
         if f"bf16.{p}.logits" in want:
             reference = (want[f"bf16.{p}.logits"].double() - want[f"fp64.{p}.logits"]).abs().mean().item()
             official = max(official, reference)
-    engine = Engine(model, EngineConfig(chunked_prefill_size=64))
+    engine = Engine(model, EngineConfig(chunked_prefill_size=64, checkpoint_grid=8))
     params = SamplingParams(temperature=0, max_new_tokens=16, ignore_eos=True)
     outs = engine.generate([want[f"{p}.ids"].tolist() for p in prompts], params)
     same = sum(o.token_ids == want[f"fp32.{p}.greedy_ids"].tolist() for p, o in zip(prompts, outs, strict=True))
+    warm = engine.generate(
+        [want[f"{p}.ids"].tolist() + o.token_ids[:8] for p, o in zip(prompts, outs, strict=True)], params
+    )
+    reused = sum(a.token_ids[:8] == b.token_ids[8:] for a, b in zip(warm, outs, strict=True))
+    hits = sum(a.cached_tokens > 0 for a in warm)
     engine.cache.check()
     family = next(key for key in TOLERANCE if name.startswith(key))
     if dtype == torch.float32:
-        good = worst <= TOLERANCE[family] and same == len(prompts)
+        good = worst <= TOLERANCE[family] and same == reused == len(prompts)
     else:
         good = mean <= 2 * official or official == 0
     return {
         "model": name, "dtype": str(dtype).removeprefix("torch."), "max": worst, "mean": mean,
-        "official_bf16_mean": official, "greedy_equal": f"{same}/{len(prompts)}", "ok": good,
+        "official_bf16_mean": official, "greedy_equal": f"{same}/{len(prompts)}",
+        "warm_equal": f"{reused}/{len(prompts)}", "hits": hits, "ok": good,
     }  # fmt: skip
 
 
@@ -73,11 +79,11 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
     name = torch.cuda.get_device_name(0) if args.device == "cuda" else "cpu"
     print(f"\n{name}, torch {torch.__version__}")
-    print(f"{'model':<22}{'dtype':<10}{'max':>10}{'mean':>10}{'official bf16 mean':>20}{'greedy':>8}  ok")
+    print(f"{'model':<22}{'dtype':<10}{'max':>10}{'mean':>10}{'official bf16 mean':>20}{'greedy':>8}{'warm':>8}  ok")
     for r in rows:
         print(
             f"{r['model']:<22}{r['dtype']:<10}{r['max']:>10.2e}{r['mean']:>10.2e}{r['official_bf16_mean']:>20.2e}"
-            f"{r['greedy_equal']:>8}  {r['ok']}"
+            f"{r['greedy_equal']:>8}{r['warm_equal']:>8}  {r['ok']}"
         )
     sys.exit(not all(r["ok"] for r in rows))
 

@@ -1,36 +1,62 @@
-"""Configuration of the engine, and the memory it derives from the model and the machine."""
+"""Configuration of the engine, and the limits it derives from the model and the machine."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from k3lib.cache import CacheConfig, kv_bytes_per_token, state_bytes_per_slot
+from k3lib.cache import CacheConfig, Limit, plan_memory, slots_per_request
 from k3lib.errors import ConfigError
 
 if TYPE_CHECKING:
     from k3lib.model import KimiK3ForCausalLM
 
-__all__ = ["EngineConfig", "derive_cache"]
+__all__ = ["EngineConfig", "resolve_limits"]
 
 logger = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 2 << 30
 DEFAULT_RUNNING = 16
 
+Strategy = Literal["auto", "no_buffer", "extra_buffer", "extra_buffer_lazy"]
+Reason = Literal["given", "derived", "default"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Limits of an engine.
+    """Limits and rules of an engine.
 
     Attributes:
-        cache: pools; None derives them from the model and the free memory.
+        cache: pools, which no other field may contradict; None derives them from the model, the free memory and the
+            fields below.
         context_length: longest prompt plus output; None = the model's positions.
         chunked_prefill_size: most prompt tokens of one prefill step.
-        max_running_requests: requests in flight; None = 16, or the slots of `cache`.
+        max_running_requests: requests in flight; None = what the pools admit, on a CPU 16.
+        max_queued_requests: requests that may wait; None = any number.
+        queue_timeout: seconds a request may wait before it first runs; None = any time.
+        request_timeout: seconds a request may live; None = any time.
+        disable_radix_cache: reuse nothing of earlier prompts.
+        checkpoint_grid: states are kept for reuse at multiples of so many tokens.
+        mamba_track_interval: the same during decode; None = `checkpoint_grid`, 0 = never.
+        keep_turn_ends: also keep the state at the end of every request.
+        page_size: tokens of a KV page.
+        kv_cache_dtype: "bfloat16", "float32" or "fp8_e4m3"; None = that of the activations.
+        mamba_ssm_dtype: of the recurrent state, "float32" or "bfloat16"; None = float32.
+        mamba_radix_cache_strategy: counts the state slots of a request when pools are derived; all work alike.
+        mamba_full_memory_ratio: bytes of states over bytes of tokens when pools are derived; None = 0.9.
+        max_mamba_cache_size: state slots; None derives them.
+        max_total_tokens: most tokens of the KV pool; None = what fits.
+        mem_fraction_static: part of the free memory of an accelerator that derived pools take.
+        schedule_conservativeness: how much of the tokens that a request may still generate (4096 at most) admission
+            counts on; 1 is half of them.
+        mix_decode: decoding requests ride in prefill steps instead of taking turns with them; not if deterministic.
+        deterministic: the same bits for a request alone, in any batch and in any order. Every request is computed by
+            itself, prefills are cut at multiples of `chunked_prefill_size`, and only states at such multiples are
+            reused.
         strict_backends: refuse the slow reference on an accelerator.
     """
 
@@ -38,41 +64,231 @@ class EngineConfig:
     context_length: int | None = None
     chunked_prefill_size: int = 2048
     max_running_requests: int | None = None
+    max_queued_requests: int | None = None
+    queue_timeout: float | None = None
+    request_timeout: float | None = None
+    disable_radix_cache: bool = False
+    checkpoint_grid: int = 512
+    mamba_track_interval: int | None = None
+    keep_turn_ends: bool = True
+    page_size: int = 64
+    kv_cache_dtype: str | None = None
+    mamba_ssm_dtype: str | None = None
+    mamba_radix_cache_strategy: Strategy = "auto"
+    mamba_full_memory_ratio: float | None = None
+    max_mamba_cache_size: int | None = None
+    max_total_tokens: int | None = None
+    mem_fraction_static: float = 0.8
+    schedule_conservativeness: float = 1.0
+    mix_decode: bool = False
+    deterministic: bool = False
     strict_backends: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("context_length", "chunked_prefill_size", "max_running_requests"):
+        for name, least in _COUNTS.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"EngineConfig: {name} must be >= 1, got {value}")
-        if self.cache is not None and (self.max_running_requests or 0) > self.cache.num_slots:
+            if value is not None and (type(value) is not int or value < least):
+                raise ConfigError(f"EngineConfig: {name} must be an integer >= {least}, got {value!r}")
+        for name in ("queue_timeout", "request_timeout"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"EngineConfig: {name} must be above 0 seconds, got {value}")
+        if not self.schedule_conservativeness >= 0:
+            raise ConfigError(
+                f"EngineConfig: schedule_conservativeness must be >= 0, got {self.schedule_conservativeness}"
+            )
+        if not 0 < self.mem_fraction_static < 1:
+            raise ConfigError(f"EngineConfig: mem_fraction_static must be in (0, 1), got {self.mem_fraction_static}")
+        slots_per_request(self.mamba_radix_cache_strategy)  # refuses an unknown name
+        if self.cache is not None:
+            self._check_cache(self.cache)
+        if self.deterministic:
+            self._check_deterministic()
+
+    def _check_cache(self, cache: CacheConfig) -> None:
+        if (self.max_running_requests or 0) > cache.num_slots:
             raise ConfigError(
                 f"EngineConfig: max_running_requests={self.max_running_requests} needs as many slots, the cache has "
-                f"{self.cache.num_slots}"
+                f"{cache.num_slots}"
+            )
+        there = {
+            "page_size": cache.page_size,
+            "checkpoint_grid": cache.checkpoint_grid,
+            "mamba_track_interval": cache.track_interval,
+            "keep_turn_ends": cache.keep_turn_ends,
+            "kv_cache_dtype": cache.kv_cache_dtype,
+            "mamba_ssm_dtype": cache.mamba_ssm_dtype,
+            "max_mamba_cache_size": cache.num_slots,
+            "max_total_tokens": cache.num_pages * cache.page_size,
+        }
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value == field.default:
+                continue
+            if field.name in there and value != there[field.name]:
+                raise ConfigError(
+                    f"EngineConfig: {field.name}={value!r} contradicts the given cache, which has "
+                    f"{there[field.name]!r}; leave one of them out"
+                )
+            if field.name in {"mamba_radix_cache_strategy", "mamba_full_memory_ratio", "mem_fraction_static"}:
+                raise ConfigError(f"EngineConfig: {field.name}={value!r} has no effect on a given cache; leave it out")
+
+    def _check_deterministic(self) -> None:
+        if self.mix_decode:
+            raise ConfigError("EngineConfig: deterministic computes every request by itself; leave mix_decode out")
+        if self.disable_radix_cache:
+            return
+        pools = self.cache
+        grid = self.checkpoint_grid if pools is None else pools.checkpoint_grid
+        interval = self.mamba_track_interval if pools is None else pools.track_interval
+        if grid % self.chunked_prefill_size:
+            raise ConfigError(
+                f"EngineConfig: deterministic reuses only states at the end of whole chunks, so chunked_prefill_size="
+                f"{self.chunked_prefill_size} must divide checkpoint_grid={grid}"
+            )
+        if interval:
+            raise ConfigError(
+                f"EngineConfig: deterministic keeps no states of decode steps, but their interval is {interval}"
             )
 
 
-def derive_cache(model: KimiK3ForCausalLM, config: EngineConfig, context_length: int) -> CacheConfig:
-    """Choose pool sizes: a slot for each running request, pages for full contexts, both within the free memory.
+_COUNTS = {
+    "context_length": 1, "chunked_prefill_size": 1, "max_running_requests": 1, "max_queued_requests": 0,
+    "checkpoint_grid": 1, "mamba_track_interval": 0, "page_size": 1, "max_mamba_cache_size": 1, "max_total_tokens": 1,
+}  # fmt: skip
 
-    Half of the budget may go to states, the rest to pages. The budget is 2 GiB on a CPU and 80 % of the free memory of
-    an accelerator.
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What an engine works with.
+
+    Attributes:
+        cache: sizes and dtypes of the pools.
+        context_length: longest prompt plus output.
+        max_running: requests in flight.
+        limits: every effective limit with its reason.
     """
-    text, device, itemsize = model.config.text, model.device, model.dtype.itemsize
-    budget = CPU_CACHE_BYTES
-    if device.type == "cuda":
-        budget = int(torch.cuda.mem_get_info(device)[0] * 0.8)
-    tp_size = model.mesh.tp.size
-    per_slot = state_bytes_per_slot(text, conv_itemsize=itemsize, tp_size=tp_size)
-    running = config.max_running_requests or DEFAULT_RUNNING
-    slots = max(1, min(running, budget // 2 // per_slot)) if per_slot else running
-    page_size = 64
-    per_page = kv_bytes_per_token(text, itemsize=itemsize) * page_size
-    full = -(-context_length // page_size) * slots
-    pages = max(1, min(full, int((budget - slots * per_slot) // per_page))) if per_page else full
-    cache = CacheConfig(num_pages=pages, num_slots=slots, page_size=page_size)
-    logger.info(
-        "memory plan: %d slots of %d KiB (asked %d), %d pages of %d tokens, %d KiB a page (full contexts: %d)",
-        slots, per_slot >> 10, running, pages, page_size, int(per_page) >> 10, full,
+
+    cache: CacheConfig
+    context_length: int
+    max_running: int
+    limits: tuple[Limit, ...]
+
+
+_OF_POOLS = frozenset({"max_mamba_cache_size", "max_total_tokens", "page_size", "checkpoint_grid"})
+
+
+def resolve_limits(model: KimiK3ForCausalLM, config: EngineConfig) -> Resolved:
+    """Derive what the configuration leaves open, and say why each limit is what it is.
+
+    Raises:
+        ConfigError: a context longer than the model's positions, or a budget that holds not one request.
+    """
+    positions = model.config.text.max_position_embeddings
+    context = config.context_length or positions
+    if context > positions:
+        raise ConfigError(f"context_length={context} exceeds the model's {positions} positions")
+    if config.cache is not None:
+        cache, running = config.cache, config.max_running_requests or config.cache.num_slots
+        running_note, slots_note = "one state slot each", "state slots"
+    else:
+        cache, running, running_note, slots_note = _derive_cache(model, config, context)
+    if config.disable_radix_cache:
+        cache = dataclasses.replace(cache, prefix_cache=False)
+    if config.deterministic:
+        # states of decode steps and of the ends of requests were not made in whole chunks
+        cache = dataclasses.replace(cache, keep_turn_ends=False, track_interval=0)
+    room = cache.num_pages * cache.page_size
+    context_note = "" if config.context_length else "the model's positions"
+    if room < context:
+        origin = "asked for" if config.context_length else "the model's positions"
+        context_note = f"the KV pool has {cache.num_pages} pages of {cache.page_size}; {context} were {origin}"
+        logger.warning("context_length limited to %d tokens: %s", room, context_note)
+        context = room
+    reuse_note = "no prefix cache"
+    if cache.prefix_cache:
+        reuse_note = "reuse begins at its multiples" + (" and where requests ended" if cache.keep_turn_ends else "")
+    queued = config.max_queued_requests
+
+    def reason(field: str, value: object) -> Reason:
+        if config.cache is not None and field in _OF_POOLS:
+            return "given"
+        default = next(f.default for f in dataclasses.fields(config) if f.name == field)
+        if default is not None and value == default:
+            return "default"
+        return "given" if value == getattr(config, field) else "derived"
+
+    limits = (
+        Limit("context_length", context, reason("context_length", context), context_note),
+        Limit("max_running_requests", running, reason("max_running_requests", running), running_note),
+        Limit("max_mamba_cache_size", cache.num_slots, reason("max_mamba_cache_size", cache.num_slots), slots_note),
+        Limit(
+            "max_total_num_tokens", room, reason("max_total_tokens", room),
+            f"{cache.num_pages} pages of {cache.page_size} tokens",
+        ),
+        Limit("page_size", cache.page_size, reason("page_size", cache.page_size), "tokens a page"),
+        Limit("checkpoint_grid", cache.checkpoint_grid, reason("checkpoint_grid", cache.checkpoint_grid), reuse_note),
+        Limit(
+            "chunked_prefill_size", config.chunked_prefill_size,
+            reason("chunked_prefill_size", config.chunked_prefill_size), "prompt tokens of a prefill step",
+        ),
+        Limit(
+            "max_queued_requests", "unlimited" if queued is None else queued, "default" if queued is None else "given",
+            "requests that wait",
+        ),
     )  # fmt: skip
-    return cache
+    return Resolved(cache, context, running, limits)
+
+
+def _derive_cache(
+    model: KimiK3ForCausalLM, config: EngineConfig, context_length: int
+) -> tuple[CacheConfig, int, str, str]:
+    """Choose pools from the memory that is free, and on a CPU not more than there is use for.
+
+    Returns:
+        The pools, how many requests may run, and notes on that number and on the slots.
+    """
+    device = model.device
+    on_cpu = device.type != "cuda"
+    budget = CPU_CACHE_BYTES if on_cpu else int(torch.cuda.mem_get_info(device)[0] * config.mem_fraction_static)
+    running = config.max_running_requests or (DEFAULT_RUNNING if on_cpu else None)
+    plan = plan_memory(
+        model.config,
+        rest_bytes=budget,
+        tp_size=model.mesh.tp.size,
+        kv_cache_dtype=config.kv_cache_dtype or "auto",
+        mamba_ssm_dtype=config.mamba_ssm_dtype or ("float64" if model.dtype == torch.float64 else "float32"),
+        mamba_radix_cache_strategy=config.mamba_radix_cache_strategy,
+        disable_radix_cache=config.disable_radix_cache,
+        mamba_full_memory_ratio=config.mamba_full_memory_ratio,
+        max_running_requests=running,
+        max_mamba_cache_size=config.max_mamba_cache_size,
+        max_total_tokens=config.max_total_tokens,
+        page_size=config.page_size,
+        context_length=context_length,
+    )
+    for warning in plan.warnings:
+        logger.warning("%s", warning)
+    slots, pages = plan.K, plan.num_pages
+    if on_cpu:  # memory that no request can use would only be zeroed
+        useful = plan.max_num_reqs
+        if config.max_mamba_cache_size is None:
+            slots = min(slots, useful * plan.S * (1 if config.disable_radix_cache else 4))
+        if config.max_total_tokens is None:
+            pages = min(pages, -(-context_length // config.page_size) * useful)
+    cache = CacheConfig(
+        num_pages=pages,
+        num_slots=slots,
+        page_size=config.page_size,
+        checkpoint_grid=config.checkpoint_grid,
+        track_interval=config.mamba_track_interval,
+        keep_turn_ends=config.keep_turn_ends,
+        kv_cache_dtype=config.kv_cache_dtype,
+        mamba_ssm_dtype=config.mamba_ssm_dtype,
+    )
+    logger.info("memory plan\n%s", plan)
+    running_note = plan.limit("max_running_requests").note
+    if on_cpu and config.max_running_requests is None:
+        running_note += ", the default on a CPU"
+    slots_note = f"state slots of {plan.state_bytes >> 10} KiB in a budget of {budget >> 20} MiB"
+    return cache, plan.max_num_reqs, running_note, slots_note

@@ -4,48 +4,51 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
+import contextlib
 import itertools
 import logging
 import queue
-import random
+import secrets
 import threading
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from tqdm import tqdm
 
 from k3lib import ops
 from k3lib.cache import HybridCache
-from k3lib.engine.config import EngineConfig, derive_cache
-from k3lib.engine.request import FinishReason, Output, Request, SamplingParams, StepOutput
-from k3lib.engine.sampler import sample
-from k3lib.errors import CapacityError, ConfigError, K3Error, RequestError
+from k3lib.engine.config import EngineConfig, resolve_limits
+from k3lib.engine.request import FinishReason, Output, Request, RequestState, SamplingParams, StepOutput
+from k3lib.engine.runner import NO_TOKEN, Runner
+from k3lib.engine.sampler import TokenCounts
+from k3lib.engine.scheduler import Scheduler, SchedulerConfig
+from k3lib.errors import CheckpointError, ConfigError, K3Error, RequestError
 from k3lib.model import KimiK3ForCausalLM
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
     from os import PathLike
 
-    from k3lib.cache import Lease
+    from torch import Tensor
+
+    from k3lib.cache import CacheEvent, Limit, MediaKey
+    from k3lib.engine.request import TokenLogprob
+    from k3lib.engine.scheduler import StepPlan
 
 __all__ = ["AsyncEngine", "Engine"]
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
-@dataclass(slots=True, eq=False)
-class _Running:
-    """A request with memory: the context is the committed tokens of its lease, `todo` comes next."""
-
-    request: Request
-    lease: Lease
-    rng: random.Random
-    todo: list[int]
-    token_ids: list[int] = field(default_factory=list)
+_LONGEST_GUESS = 4096  # tokens a request may still generate that admission takes seriously
+# Cached tokens that a prefill expands together: no more than new ones, so that the chunk size bounds all temporary memory.
+_LARGEST_PIECE = 4096
 
 
 class Engine:
-    """Runs requests through a model: whole prompts in chunks first, then one token a step for all.
+    """Runs requests through a model, many at once, with what is cached of earlier ones.
 
     `generate` and `stream` are the simple ways; `add`, `step` and `abort` are for a server.
     """
@@ -56,46 +59,61 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         tokenizer: Any = None,  # noqa: ANN401
+        listener: Callable[[CacheEvent], None] | None = None,
     ) -> None:
         """Make an engine and its cache.
 
         Args:
             model: a whole model.
             config: limits.
-            tokenizer: with `encode` and `decode`, for prompts given as text.
+            tokenizer: with `encode` and `decode`, for prompts and stops given as text.
+            listener: called with every event of the prefix cache.
 
         Raises:
-            ConfigError: a context longer than the model's positions.
+            ConfigError: a context longer than the model's positions, or a budget that holds not one request.
         """
         self.model = model
         self.config = config or EngineConfig()
         self.tokenizer = tokenizer
-        positions = model.config.text.max_position_embeddings
-        self.context_length = self.config.context_length or positions
-        if self.context_length > positions:
-            raise ConfigError(f"context_length={self.context_length} exceeds the model's {positions} positions")
-        cache = self.config.cache or derive_cache(model, self.config, self.context_length)
-        room = cache.num_pages * cache.page_size
-        if room < self.context_length:
-            logger.warning(
-                "context limited to %d tokens by the KV pool (%d pages of %d); %d were %s",
-                room,
-                cache.num_pages,
-                cache.page_size,
-                self.context_length,
-                "asked for" if self.config.context_length else "the model's positions",
-            )
-            self.context_length = room
+        resolved = resolve_limits(model, self.config)
+        self.context_length = resolved.context_length
+        self.limits: tuple[Limit, ...] = resolved.limits
+        for limit in self.limits:
+            logger.info("%s = %s (%s) %s", *limit)
+        cache = resolved.cache
         self.cache = HybridCache.allocate(
-            model.config, cache, device=model.device, dtype=model.dtype, tp_size=model.mesh.tp.size
+            model.config, cache, device=model.device, dtype=model.dtype, tp_size=model.mesh.tp.size, listener=listener
         )
-        self.max_running = self.config.max_running_requests or cache.num_slots
-        self._waiting: list[Request] = []
-        self._running: dict[str, _Running] = {}
-        # outputs for `generate` and `stream`, whoever makes the step
+        guess = min(self.context_length, _LONGEST_GUESS)
+        self.scheduler = Scheduler(
+            self.cache,
+            SchedulerConfig(
+                page_size=cache.page_size,
+                max_running=resolved.max_running,
+                max_queued=self.config.max_queued_requests,
+                chunk_tokens=self.config.chunked_prefill_size,
+                mix_decode=self.config.mix_decode,
+                aligned=self.config.deterministic,
+                reserve_tokens=int(guess * min(1.0, self.config.schedule_conservativeness / 2)),
+                queue_timeout=self.config.queue_timeout,
+            ),
+        )
+        self.runner = Runner(
+            model,
+            self.cache,
+            piece_tokens=min(self.config.chunked_prefill_size, _LARGEST_PIECE),
+            strict=self.config.strict_backends,
+            one_by_one=self.config.deterministic,
+        )
+        self._states: dict[str, RequestState] = {}
+        # ends that the next step tells, outputs that no step() has returned yet, and those for `generate` and `stream`
+        self._pending: list[StepOutput] = []
+        self._unread: list[StepOutput] = []
         self._inboxes: dict[str, collections.deque[StepOutput]] = {}
         self._names = itertools.count(1)
-        self._finished = 0
+        self._numbers = itertools.count(1)
+        self._counters: collections.Counter[str] = collections.Counter()
+        self._weights = 0
 
     @classmethod
     def from_pretrained(cls, path: str | PathLike[str], config: EngineConfig | None = None, **load: Any) -> Engine:  # noqa: ANN401
@@ -105,165 +123,293 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do something."""
-        return bool(self._waiting or self._running)
+        return bool(self._states or self._pending or self._unread)
 
     def check_request(self, request: Request) -> None:
         """Refuse a request that can never run.
 
         Raises:
-            RequestError: an empty prompt, ids outside the vocabulary, or more tokens than context or memory hold.
+            RequestError: an empty prompt, ids outside the vocabulary, more tokens than context or memory hold, texts to
+                stop at without a tokenizer, what this engine lacks (images, grammars), or a field of a wrong type.
         """
-        ids, vocab = request.prompt_ids, self.model.config.text.vocab_size
+        ids, vocab, params = request.prompt_ids, self.model.config.text.vocab_size, request.params
         if not ids:
             raise RequestError("the prompt is empty", param="prompt")
-        bad = next((i for i in ids if not 0 <= i < vocab), None)
+        bad = next((i for i in ids if not isinstance(i, int) or not 0 <= i < vocab), None)
         if bad is not None:
+            if not isinstance(bad, int):
+                raise RequestError(f"token ids must be integers, got {bad!r}", param="prompt")
             raise RequestError(f"token id {bad} is outside the vocabulary 0..{vocab - 1}", param="prompt")
-        total = len(ids) + request.params.max_new_tokens
+        total = len(ids) + params.max_new_tokens
         if total > self.context_length:
             raise RequestError(
-                f"{len(ids)} prompt tokens and max_new_tokens={request.params.max_new_tokens} exceed the context of "
+                f"{len(ids)} prompt tokens and max_new_tokens={params.max_new_tokens} exceed the context of "
                 f"{self.context_length} tokens",
                 param="prompt",
             )
+        if params.stop and self.tokenizer is None:
+            raise RequestError("texts to stop at need Engine(..., tokenizer=...)", param="stop")
+        if params.grammar is not None:
+            raise RequestError("this engine has no grammars", param="grammar")
+        for name, kind in (("priority", int), ("namespace", str)):
+            if not isinstance(getattr(request, name), kind):
+                raise RequestError(f"{name} must be {kind.__name__}, got {getattr(request, name)!r}", param=name)
+        if request.timeout is not None and not request.timeout > 0:
+            raise RequestError(f"timeout must be above 0 seconds, got {request.timeout}", param="timeout")
+        if request.record_routes and self.model.config.text.moe is None:
+            raise RequestError("this model routes nothing", param="record_routes")
+        if request.media:
+            raise RequestError("this engine does not take images", param="media")
 
     def add(self, request: Request) -> str:
         """Queue a request and return its id.
 
         Raises:
             RequestError: see `check_request`, or an id that is in use.
+            CapacityError: the queue is full.
         """
         self.check_request(request)
+        request.prompt_ids = list(request.prompt_ids)  # the caller may go on writing to theirs
         if request.request_id is None:
-            request.request_id = f"request-{next(self._names)}"
-        if self._knows(request.name):
+            names = (f"request-{n}" for n in self._names)
+            request.request_id = next(name for name in names if name not in self._states)
+        if request.name in self._states:
             raise RequestError(f"request id {request.name!r} is in use", param="request_id")
-        self._waiting.append(request)
+        seed = request.params.seed
+        state = RequestState(
+            request,
+            next(self._numbers),
+            secrets.randbits(63) if seed is None else seed,
+            self.scheduler.clock(),
+            list(request.prompt_ids),
+            counts=TokenCounts.of(request.params, request.prompt_ids),
+        )
+        if not (request.params.max_new_tokens or request.params.prompt_logprobs or request.record_routes):
+            self._pending.append(StepOutput([], "length", request_id=request.name))
+            self._states[request.name] = state
+            return request.name
+        loser = self.scheduler.add(state)
+        self._states[request.name] = state
+        if loser is not None:
+            self._pending.append(StepOutput([], "abort", request_id=loser.request.name))
         return request.name
 
     def abort(self, request_id: str) -> bool:
         """Drop a request at any moment and free its memory; False if it is not known (any more)."""
-        for i, request in enumerate(self._waiting):
-            if request.name == request_id:
-                del self._waiting[i]
-                return True
-        if request_id in self._running:
-            self._release(self._running[request_id])
-            return True
-        return False
+        state = self._states.pop(request_id, None)
+        if state is None:
+            return False
+        self._pending = [out for out in self._pending if out.request_id != request_id]
+        self._unread = [out for out in self._unread if out.request_id != request_id]
+        self.scheduler.drop(state)
+        self._counters["aborted"] += 1
+        return True
 
-    def stats(self) -> dict[str, int]:
-        """Counts of requests and memory."""
+    def stats(self) -> dict[str, Any]:
+        """Counts of requests, tokens and memory, the cache's statistics, and every limit with its reason."""
+        names = (
+            "finished", "aborted", "failed", "steps", "prefill_steps", "decode_steps", "prompt_tokens",
+            "generated_tokens", "cached_state_tokens", "cached_kv_tokens",
+        )  # fmt: skip
         return {
-            "running": len(self._running),
-            "waiting": len(self._waiting),
-            "finished": self._finished,
+            "running": len(self.scheduler.running),
+            "waiting": self.scheduler.num_waiting,
+            **{name: self._counters[name] for name in names},
+            "preempted": self.scheduler.num_preemptions,
             "free_pages": self.cache.free_pages,
             "free_slots": self.cache.free_slots,
+            "cached_pages": self.cache.cached_pages,
+            "cached_slots": self.cache.cached_slots,
+            "cache": self.cache.stats(),
+            "limits": {x.name: {"value": x.value, "reason": x.reason, "note": x.note} for x in self.limits},
         }
 
-    @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """Advance: admit what fits, then one prefill step, or one decode step if every prompt is done."""
-        outputs = self._admit()
-        work: list[tuple[_Running, list[int]]] = self._prefill_work()
-        mode = "prefill" if work else "decode"
-        try:
-            work = work or [(running, running.todo) for running in self._running.values()]
-            if work:
-                outputs += self._run(work, mode)
-        finally:
-            for out in outputs:
-                if (inbox := self._inboxes.get(out.request_id or "")) is not None:
-                    inbox.append(out)
+        """Advance by one prefill step or one decode step.
+
+        Returns:
+            What was computed since the last call, but not for `generate` and `stream`, which get theirs.
+
+        Raises:
+            Exception: the model failed. The requests of the step end with "error", which the next call tells.
+        """
+        self._step()
+        outputs, self._unread = self._unread, []
         return outputs
 
-    def _admit(self) -> list[StepOutput]:
-        """Give memory to waiting requests in their order; the first that does not fit ends the round."""
-        outputs = []
-        while self._waiting and len(self._running) < self.max_running:
-            request = self._waiting[0]
-            if request.params.max_new_tokens == 0:
-                self._finished += 1
-                outputs.append(StepOutput([], "length", request_id=self._waiting.pop(0).request_id))
-                continue
-            try:
-                lease = self.cache.open(request.prompt_ids)
-            except CapacityError:
-                break
-            try:
-                # the whole request at once: what runs can always finish
-                self.cache.grow(lease, tokens=len(request.prompt_ids) + request.params.max_new_tokens)
-            except CapacityError:
-                self.cache.close(lease)
-                break
-            rng = random.Random(request.params.seed)
-            self._waiting.pop(0)
-            self._running[request.name] = _Running(request, lease, rng, list(request.prompt_ids))
-        return outputs
+    @torch.inference_mode()
+    def _step(self) -> None:
+        pending, self._pending = self._pending, []
+        for out in pending:
+            self._states.pop(out.request_id or "", None)
+            self._counters["aborted" if out.finish == "abort" else "finished"] += 1
+            self._hand_out(out)
+        for out in self._expire():
+            self._hand_out(out)
+        plan = self.scheduler.next()
+        if plan is not None:
+            for out in self._run(plan):
+                self._hand_out(out)
 
-    def _prefill_work(self) -> list[tuple[_Running, list[int]]]:
-        room = self.config.chunked_prefill_size
-        work = []
-        for running in self._running.values():
-            if running.token_ids or room == 0:
-                continue
-            chunk = running.todo[:room]
-            room -= len(chunk)
-            work.append((running, chunk))
-        return work
+    def _hand_out(self, out: StepOutput) -> None:
+        inbox = self._inboxes.get(out.request_id or "")
+        (self._unread if inbox is None else inbox).append(out)
 
-    def _run(self, work: list[tuple[_Running, list[int]]], mode: Any) -> list[StepOutput]:  # noqa: ANN401 - a Literal
+    def _expire(self) -> list[StepOutput]:
+        if self.config.queue_timeout is None and not any(self._timeout(s) is not None for s in self._states.values()):
+            return []
+        late = self.scheduler.expired(self._timeout)
+        for state in late:
+            self._states.pop(state.request.name, None)
+            self._counters["aborted"] += 1
+        return [StepOutput([], "abort", request_id=state.request.name) for state in late]
+
+    def _timeout(self, state: RequestState) -> float | None:
+        own = state.request.timeout
+        return own if own is not None else self.config.request_timeout
+
+    def _run(self, plan: StepPlan) -> list[StepOutput]:
         try:
-            with ops.use_options(strict=self.config.strict_backends or None):
-                batch = self.cache.make_batch([(running.lease, ids) for running, ids in work], mode=mode)
-                logits = self.model(batch, self.cache, logits="last")
-            done = [i for i, (running, ids) in enumerate(work) if len(ids) == len(running.todo)]
-            ready = [work[i][0] for i in done]
-            tokens = sample(
-                logits if len(done) == len(work) else logits[done],
-                [running.request.params for running in ready],
-                [running.rng for running in ready],
-            )
+            launched = self.runner.launch(plan)
+            self.scheduler.commit(plan)
+            self.scheduler.prepare()
+            tokens = launched.tokens()
+            launched.note_prompts()
+            logprobs = launched.token_logprobs(tokens)
         except BaseException:
             # the state of these requests is unknown: give their memory back, then let the caller see the failure
-            for running, _ in work:
-                self._release(running)
+            for work in plan.work:
+                self._hand_out(self._fail(work.state))
             raise
-        for running, ids in work:
-            self.cache.commit(running.lease, ids)
-            running.todo = running.todo[len(ids) :]
-        return [self._advance(running, token) for running, token in zip(ready, tokens, strict=True)]
+        self._counters.update({"steps": 1, f"{plan.mode}_steps": 1})
+        outputs = []
+        for i, (state, token) in enumerate(zip(launched.states, tokens, strict=True)):
+            if token == NO_TOKEN:
+                continue
+            try:
+                out = self._advance(state, token, logprobs[i] if logprobs is not None else None)
+            except Exception:
+                logger.exception("%s ends with an error", state.request.name)
+                out = self._fail(state)
+            outputs.append(out)
+        return outputs
 
-    def _advance(self, running: _Running, token: int | None) -> StepOutput:
-        name, params = running.request.name, running.request.params
-        if token is None:
-            self._release(running)
-            return StepOutput([], "error", request_id=name)
-        running.token_ids.append(token)
-        running.todo = [token]
+    def _advance(self, state: RequestState, token: int, logprob: TokenLogprob | None) -> StepOutput:
+        name, params = state.request.name, state.request.params
+        if token < 0:
+            return self._fail(state)
+        first = not state.num_generated
+        if first:
+            self._counters["prompt_tokens"] += state.num_prompt
+            self._counters["cached_state_tokens"] += state.cached_tokens or 0
+            self._counters["cached_kv_tokens"] += state.kv_tokens
         finish: FinishReason | None = None
-        if token in params.stop_token_ids or (token == self.model.config.eos_token_id and not params.ignore_eos):
-            finish = "stop"
-        elif len(running.token_ids) == params.max_new_tokens:
+        chosen: list[int] = []
+        if params.max_new_tokens:
+            chosen = [token]
+            state.tokens.append(token)
+            if state.counts is not None:
+                state.counts.add(token)
+            self._counters["generated_tokens"] += 1
+            if self._stops(state, token):
+                finish = "stop"
+        if finish is None and not state.left:
             finish = "length"
         if finish is not None:
-            self._release(running)
-        return StepOutput([token], finish, cached_tokens=running.lease.cached_len, request_id=name)
+            self.scheduler.drop(state)
+            self._states.pop(name, None)
+            self._counters["finished"] += 1
+        prompt = state.prompt_logprobs if first and params.prompt_logprobs else None
+        return StepOutput(
+            chosen,
+            finish,
+            [logprob] if params.logprobs and logprob is not None and chosen else None,
+            state.cached_tokens,
+            name,
+            state.kv_tokens,
+            prompt,
+            state.routes if finish is not None else None,
+            state.preemptions,
+        )
 
-    def _release(self, running: _Running) -> None:
-        self.cache.close(running.lease)
-        del self._running[running.request.name]
-        self._finished += 1
+    def _stops(self, state: RequestState, token: int) -> bool:
+        """Whether a stop id or a stop text was generated; looks at the last tokens only."""
+        params = state.request.params
+        if token in params.stop_token_ids or (token == self.model.config.eos_token_id and not params.ignore_eos):
+            return True
+        stop = params.stop
+        if not stop:
+            return False
+        # a token holds at least one byte, and a character has at most four
+        reach = max(len(text.encode()) for text in stop) + 4
+        tail = self.tokenizer.decode(state.tokens[state.num_prompt :][-reach:])
+        return any(text in tail for text in stop)
+
+    def _fail(self, state: RequestState) -> StepOutput:
+        """End a request whose memory is not to be trusted; what others found of it in the cache neither."""
+        self._states.pop(state.request.name, None)
+        self._counters["failed"] += 1
+        self.scheduler.reopen()
+        if state.lease is not None:
+            self.cache.discard(state.lease)
+        self.scheduler.forget(state)
+        return StepOutput(
+            [], "error", None, state.cached_tokens, state.request.name, state.kv_tokens, preemptions=state.preemptions
+        )
+
+    def clear_cache(self) -> int:
+        """Forget all cached prefixes; returns the tokens of KV that were forgotten. Running requests go on."""
+        return self.cache.clear()
+
+    def update_weights(
+        self,
+        source: str | PathLike[str] | Mapping[str, Tensor],
+        *,
+        keep_cache: bool = False,
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        """Replace the weights between two steps, in place.
+
+        Running requests wait and are computed anew with the new weights; their generated tokens stay.
+
+        Args:
+            source: what `KimiK3ForCausalLM.load_weights` takes, with its `options`.
+            keep_cache: go on using what the old weights computed.
+
+        Raises:
+            CheckpointError, ConfigError: a source that does not fit; nothing has been changed. Or, with
+                `weights_changed`, a failure while writing: the weights are of no use, and what was computed is forgotten.
+        """
+        is_changed = True
+        try:
+            self.model.load_weights(source, **options)
+        except (CheckpointError, ConfigError) as error:
+            is_changed, keep_cache = getattr(error, "weights_changed", False), False
+            raise
+        finally:
+            if is_changed:
+                self._restart(keep_cache=keep_cache)
+
+    def _restart(self, *, keep_cache: bool) -> None:
+        self.scheduler.preempt_all(donate=keep_cache)
+        if not keep_cache:
+            self.cache.clear()
+            self._weights += 1
+            self.scheduler.tag = f"weights {self._weights}"
 
     def generate(
-        self, prompts: Sequence[Sequence[int] | str], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[Sequence[int] | str],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
     ) -> list[Output]:
         """Run prompts to the end and return their outputs in the same order.
 
         Args:
             prompts: token ids, or text if the engine has a tokenizer.
             params: one for all, or one each.
+            progress: show a bar of finished prompts.
 
         Raises:
             RequestError: a prompt that can never run; nothing has been queued.
@@ -279,16 +425,21 @@ class Engine:
         requests = [Request(self._ids(p), q) for p, q in zip(prompts, each, strict=True)]
         for request in requests:
             self.check_request(request)
-        names = [self._submit(request) for request in requests]
+        names: list[str] = []
+        results: list[list[StepOutput]] = []
         try:
-            results = [list(self._outputs(name)) for name in names]
+            with tqdm(total=len(prompts), desc="generate", unit="prompt", disable=not progress) as bar:
+                for request in requests:
+                    while not self.scheduler.has_room(request.priority):
+                        self._step()
+                    names.append(self._submit(request))
+                for name in names:
+                    results.append(list(self._outputs(name)))
+                    bar.update()
         finally:
             for name in names:
                 self._forget(name)
-        return [
-            Output(n, r.prompt_ids, [i for out in outs for i in out.token_ids], outs[-1].finish or "abort")
-            for n, r, outs in zip(names, requests, results, strict=True)
-        ]
+        return [Output.join(request, outs) for request, outs in zip(requests, results, strict=True)]
 
     def stream(
         self,
@@ -306,7 +457,7 @@ class Engine:
         Raises:
             ConfigError: both `params` and single fields.
             RequestError: a prompt that can never run.
-            K3Error: while iterating, if the logits of the request are not finite.
+            K3Error: while iterating, if the request ends with "error": its logits are not finite, or its step failed.
         """
         if params is not None and sampling:
             raise ConfigError(f"stream: give params or single fields, not both ({', '.join(sampling)})")
@@ -320,7 +471,7 @@ class Engine:
             for out in self._outputs(name):
                 yield from out.token_ids
                 if out.finish == "error":
-                    raise K3Error(f"{name} ended with an error: its logits are not finite")
+                    raise K3Error(f"{name} ended with an error: its logits are not finite, or its step failed")
         finally:
             self._forget(name)
 
@@ -334,8 +485,8 @@ class Engine:
         inbox = self._inboxes[name]
         finish = None
         while finish is None:
-            while not inbox and self._knows(name):
-                self.step()
+            while not inbox and name in self._states:
+                self._step()
             out = inbox.popleft() if inbox else StepOutput([], "abort", request_id=name)
             finish = out.finish
             yield out
@@ -343,9 +494,6 @@ class Engine:
     def _forget(self, name: str) -> None:
         del self._inboxes[name]
         self.abort(name)
-
-    def _knows(self, name: str) -> bool:
-        return name in self._running or any(request.name == name for request in self._waiting)
 
     def _ids(self, prompt: Sequence[int] | str) -> list[int]:
         if isinstance(prompt, str):
@@ -362,47 +510,70 @@ class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._commands: queue.Queue[tuple[str, Any]] = queue.Queue()
-        self._sinks: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[StepOutput]]] = {}
+        self._sinks: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[StepOutput | K3Error]]] = {}
         self._names = itertools.count(1)
         self._is_closed = False
+        self._lock = threading.Lock()  # nothing is put behind "stop"
         self._thread = threading.Thread(target=self._loop, name="k3lib-engine", daemon=True)
         self._thread.start()
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, media: Sequence[object] = ()
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        media: Sequence[MediaKey] = (),
+        priority: int = 0,
+        namespace: str = "",
+        timeout: float | None = None,
     ) -> AsyncIterator[StepOutput]:
-        """Run one request and yield its tokens as they come.
+        """Run one request and yield its tokens as they come. Keywords are those of `Request`.
 
         Raises:
             RequestError: the request can never run; raised before anything is queued.
+            CapacityError: the queue is full.
             ConfigError: the engine was closed.
         """
-        if media:
-            raise RequestError("this engine does not take images", param="messages")
-        request = Request(list(prompt_ids), params, request_id=f"async-{next(self._names)}")
+        request = Request(
+            list(prompt_ids),
+            params,
+            request_id=f"async-{next(self._names)}",
+            priority=priority,
+            namespace=namespace,
+            media=media,
+            timeout=timeout,
+        )
         self.engine.check_request(request)
-        sink: asyncio.Queue[StepOutput] = asyncio.Queue()
-        self._sinks[request.name] = (asyncio.get_running_loop(), sink)
-        if self._is_closed:  # looked at after the sink is known: a later close() finds it
-            del self._sinks[request.name]
-            raise ConfigError("generate: this engine was closed")
-        self._commands.put(("add", request))
+        sink: asyncio.Queue[StepOutput | K3Error] = asyncio.Queue()
         finish = None
         try:
+            self._sinks[request.name] = (asyncio.get_running_loop(), sink)
+            self._put("add", request)
             while finish is None:
                 out = await sink.get()
+                if isinstance(out, K3Error):
+                    finish = "error"
+                    raise out
                 finish = out.finish
                 yield out
         finally:
             self._sinks.pop(request.name, None)
             if finish is None:
-                self._commands.put(("abort", request.name))
+                with contextlib.suppress(ConfigError):  # closed: it has ended
+                    self._put("abort", request.name)
 
     def close(self) -> None:
         """Stop the thread; running requests end with "abort"."""
-        self._is_closed = True
-        self._commands.put(("stop", None))
+        with contextlib.suppress(ConfigError):
+            self._put("stop", None)
         self._thread.join()
+
+    def _put(self, kind: str, value: object) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise ConfigError("this engine was closed")
+            self._is_closed = kind == "stop"
+            self._commands.put((kind, value))
 
     def _loop(self) -> None:
         while True:
@@ -413,8 +584,10 @@ class AsyncEngine:
                     return
                 if kind == "abort":
                     self.engine.abort(value)
+                elif kind == "call":
+                    self._call(*value)
                 elif value.request_id in self._sinks:  # else it has been told the end of already
-                    self.engine.add(value)
+                    self._add(value)
             try:
                 outputs = self.engine.step()
             except Exception:
@@ -422,19 +595,50 @@ class AsyncEngine:
                 logger.exception("a step failed; its requests end with an error")
                 continue
             for out in outputs:
-                self._deliver(out)
+                self._deliver(out.request_id or "", out)
+
+    def _add(self, request: Request) -> None:
+        try:
+            self.engine.add(request)
+        except K3Error as error:
+            self._deliver(request.name, error)
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """Run `function(engine)` between two steps and return what it returns: statistics, a cache flush, new weights.
+
+        Raises:
+            ConfigError: the engine was closed.
+            Exception: what the function raises.
+        """
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._put("call", (function, future))
+        return await asyncio.wrap_future(future)
+
+    def _call(self, function: Callable[[Engine], T], future: concurrent.futures.Future[T]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = function(self.engine)
+        except BaseException as error:  # the thread lives on, whatever it is
+            future.set_exception(error)
+        else:
+            future.set_result(result)
 
     def _end_all(self, finish: FinishReason) -> None:
         for name in list(self._sinks):
             self.engine.abort(name)
-            self._deliver(StepOutput([], finish, request_id=name))
+            self._deliver(name, StepOutput([], finish, request_id=name))
+            self._sinks.pop(name, None)  # a request that is still on its way here is not added any more
 
-    def _deliver(self, out: StepOutput) -> None:
-        entry = self._sinks.get(out.request_id or "")
+    def _deliver(self, name: str, out: StepOutput | K3Error) -> None:
+        entry = self._sinks.get(name)
         if entry is not None:
             loop, sink = entry
-            if not loop.is_closed():
+            try:
                 loop.call_soon_threadsafe(sink.put_nowait, out)
+            except RuntimeError:  # its loop was closed: nobody listens any more
+                self._sinks.pop(name, None)
+                self.engine.abort(name)
 
 
 def decisions(model: KimiK3ForCausalLM) -> str:

@@ -1,80 +1,566 @@
-"""Choosing the next token from logits, per request and independent of the rest of the batch."""
+"""Choosing the next token from logits, per request and independent of the rest of the batch.
+
+Shapes: B rows, one of each request; N rows of any kind; V vocabulary.
+
+Everything that is summed over a row is summed in int64, where sums are exact: neither the company of a row, nor the
+order of a reduction, nor the kernel that makes it can change a token. A probability stands there as the integer part of
+itself times a power of two. Random numbers have 53 bits. With a vocabulary of 163,840, running sums that are rounded to
+fp32 would misplace 0.1 % of the probability, and random numbers of 24 bits 0.2 %.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from k3lib.engine.request import TokenLogprob
 from k3lib.errors import ConfigError
 
 if TYPE_CHECKING:
-    import random
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
     from k3lib.engine.request import SamplingParams
 
-__all__ = ["distribution", "draw", "sample"]
+__all__ = [
+    "Filters",
+    "Logprobs",
+    "Prepared",
+    "TokenCounts",
+    "adjust",
+    "distribution",
+    "draw",
+    "logprobs_of",
+    "sample",
+    "token_logprobs",
+    "uniforms",
+]
+
+# Elements of the logits that are looked at together: they bound the temporary memory, with the bytes of each.
+_DRAWN_TOGETHER = 2**24  # 24 bytes; 64 with top_k or top_p
+_REPORTED_TOGETHER = 2**23  # 8 bytes; 32 with the best tokens
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
-def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
-    """Return probabilities after temperature, top-k and top-p, best first, with their token ids.
+# ---- what is known of the requests --------------------------------------------------------------
 
-    Top-k and top-p both act on the distribution after the temperature; top-p keeps the token that crosses the bound.
-    Ties are ordered by id.
+
+class TokenCounts:
+    """The ids that a request has seen, and how often it generated each: what penalties and `min_tokens` look at.
+
+    It lives on the host and follows the request, through preemption too.
+
+    Attributes:
+        num_generated: generated tokens.
+        ids: each id once; not to be written to, like `times`.
+        times: how often each of `ids` was generated; 0 for one that only the prompt holds.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int] = ()) -> None:
+        self.num_generated = 0
+        self.ids = array("q", dict.fromkeys(prompt_ids))
+        self.times = array("q", bytes(8 * len(self.ids)))
+        self._places = {token: place for place, token in enumerate(self.ids)}
+
+    @classmethod
+    def of(cls, params: SamplingParams, prompt_ids: Sequence[int]) -> TokenCounts | None:
+        """Return the counts of a request that has generated nothing, or None if its parameters look at no history."""
+        if not _looks_back(params):
+            return None
+        return cls(prompt_ids if params.repetition_penalty != 1 else ())
+
+    def add(self, token: int) -> None:
+        """Count a generated token."""
+        place = self._places.setdefault(token, len(self.ids))
+        if place == len(self.ids):
+            self.ids.append(token)
+            self.times.append(0)
+        self.times[place] += 1
+        self.num_generated += 1
+
+    def check(self) -> None:
+        """Raise AssertionError if the bookkeeping is inconsistent."""
+        assert self._places == {token: place for place, token in enumerate(self.ids)}
+        assert len(self._places) == len(self.ids) == len(self.times)
+        assert sum(self.times) == self.num_generated
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """What shapes the distributions of N rows: tensors `[N]`, or None if no row asks for it.
+
+    Attributes:
+        temperature: fp32, above 0.
+        top_k: int64, at least 1.
+        top_p: fp64, in (0, 1].
+        min_p: fp64, in [0, 1].
+    """
+
+    temperature: Tensor
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+    min_p: Tensor | None = None
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Filters:
+        """Make the tensors of these rows, with one copy to the device. Temperature 0 is the best token alone."""
+        columns = _filter_columns(params)
+        return cls(**dict(zip(columns, _to_device(list(columns.values()), device), strict=True)))
+
+    def rows(self, start: int, stop: int) -> Filters:
+        """Return the part of rows `start` to `stop`, views."""
+        top_k, top_p, min_p = (None if x is None else x[start:stop] for x in (self.top_k, self.top_p, self.min_p))
+        return Filters(self.temperature[start:stop], top_k, top_p, min_p)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows that are chosen alike: greedy ones have no filters. `rows=None` are all of the batch."""
+
+    size: int
+    rows: Tensor | None
+    filters: Filters | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The parameters of a batch on its device. Made once, good as long as the same requests stand in the same rows.
+
+    Attributes:
+        params: of each row.
+        stop_ids: ids that end a request besides its own ones.
+        edits_logits: whether a row has something for `adjust` to do.
+        keys: `[B]` int64, hashed seeds; None if all rows are greedy.
+        groups: the rows, by the way they are chosen.
+    """
+
+    params: tuple[SamplingParams, ...]
+    stop_ids: tuple[int, ...]
+    edits_logits: bool
+    keys: Tensor | None
+    groups: tuple[_Group, ...]
+
+    @classmethod
+    def of(
+        cls,
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        device: torch.device,
+        *,
+        stop_ids: Sequence[int] = (),
+    ) -> Prepared:
+        """Make the tensors, with one copy to the device, or none if all rows are greedy.
+
+        Args:
+            params: of each row.
+            seeds: of each row, any integers; those of greedy rows are not used.
+            device: of the logits.
+            stop_ids: the model's eos ids, which `min_tokens` forbids for a while.
+        """
+        if len(params) != len(seeds):
+            raise ConfigError(f"Prepared: {len(params)} params, {len(seeds)} seeds")
+        kinds: dict[str, list[int]] = {"greedy": [], "plain": [], "sorted": []}
+        for row, p in enumerate(params):
+            kinds["greedy" if p.temperature == 0 else "sorted" if p.top_k or p.top_p < 1 else "plain"].append(row)
+        tables: list[dict[str, Tensor]] = [{}]
+        if len(kinds["greedy"]) < len(params):
+            tables[0]["keys"] = _keys(torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64), 0)
+        for kind, rows in kinds.items():
+            columns = {} if kind == "greedy" else _filter_columns([params[i] for i in rows])
+            if len(rows) < len(params):
+                columns["rows"] = torch.tensor(rows, dtype=torch.int64)
+            tables.append(columns)
+        moved = iter(_to_device([column for columns in tables for column in columns.values()], device))
+        shared, *there = ({name: next(moved) for name in columns} for columns in tables)
+        groups = []
+        for members, columns in zip(kinds.values(), there, strict=True):
+            if members:
+                part = columns.pop("rows", None)
+                groups.append(_Group(len(members), part, Filters(**columns) if columns else None))
+        edits = any(_looks_back(p) or p.logit_bias for p in params)
+        return cls(tuple(params), tuple(stop_ids), edits, shared.get("keys"), tuple(groups))
+
+
+def _looks_back(params: SamplingParams) -> bool:
+    return bool(_punishes(params) or params.min_tokens)
+
+
+def _punishes(params: SamplingParams) -> bool:
+    return bool(params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty)
+
+
+def _filter_columns(params: Sequence[SamplingParams]) -> dict[str, Tensor]:
+    """The fields of `Filters` on the host."""
+    # at least a normal number: the smallest temperature gives 0 and -inf, not inf - inf
+    temperature = [min(max(p.temperature or 1.0, _TINY), _HUGE) for p in params]
+    columns = {"temperature": torch.tensor(temperature, dtype=torch.float32)}
+    top_k = [min(p.top_k or 2**62, 2**62) if p.temperature else 1 for p in params]
+    if min(top_k, default=2**62) < 2**62:
+        columns["top_k"] = torch.tensor(top_k, dtype=torch.int64)
+    if any(p.top_p < 1 for p in params):
+        columns["top_p"] = torch.tensor([p.top_p for p in params], dtype=torch.float64)
+    if any(p.min_p for p in params):
+        columns["min_p"] = torch.tensor([p.min_p for p in params], dtype=torch.float64)
+    return columns
+
+
+def _to_device(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Move host tensors with one copy that nobody waits for."""
+    if device.type == "cpu" or not parts:
+        return list(parts)
+    order = sorted(range(len(parts)), key=lambda i: -parts[i].itemsize)  # each stays aligned
+    packed = torch.cat([parts[i].view(torch.uint8) for i in order]).pin_memory().to(device, non_blocking=True)
+    pieces = torch.split(packed, [parts[i].nbytes for i in order])
+    moved = {i: piece.view(parts[i].dtype) for i, piece in zip(order, pieces, strict=True)}
+    return [moved[i] for i in range(len(parts))]
+
+
+# ---- random numbers -----------------------------------------------------------------------------
+
+
+def uniforms(seeds: Tensor, positions: Tensor, lane: int = 0, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return a random number in [0, 1) for each pair of a seed and a position, the same on every device.
+
+    A hash, not a stream: nothing is remembered, so a position can be drawn again. With the output function `mix` of
+    splitmix64, in integers modulo 2^64,
+
+        mix(x):  x ^= x >> 30; x *= 0xBF58476D1CE4E5B9; x ^= x >> 27; x *= 0x94D049BB133111EB; x ^= x >> 31
+        hash  =  mix(mix(seed + (lane + 1) g) + (position + 1) g),   g = 0x9E3779B97F4A7C15
+
+    and the number is the upper 24 bits of the hash (53 in fp64), over 2^24 (2^53).
 
     Args:
-        logits: `[B, vocab]` fp32.
-        params: of each row; temperature 0 is treated as 1 (greedy rows are not drawn).
+        seeds: `[N]` int64.
+        positions: `[N]` of integers: tokens in front of the one that is drawn, prompt included.
+        lane: keeps apart the numbers that one position needs for different purposes.
+        dtype: fp32 or fp64.
 
     Returns:
-        Probabilities `[B, vocab]`, each row descending and summing to 1, and ids `[B, vocab]`.
+        `[N]` in `dtype`.
     """
-    device = logits.device
-    temperature = torch.tensor([p.temperature or 1.0 for p in params], device=device)
-    # below the maximum, over a normal number: the smallest temperature gives 0 and -inf, not inf - inf
-    temperature = temperature.clamp(min=torch.finfo(temperature.dtype).tiny)
-    below = logits - logits.amax(-1, keepdim=True)
-    probs, ids = (below / temperature[:, None]).softmax(-1).sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(probs.shape[1], device=device)
-    top_k = torch.tensor([p.top_k or probs.shape[1] for p in params], device=device)
-    probs = probs.masked_fill(rank >= top_k[:, None], 0)
-    probs = probs / probs.sum(-1, keepdim=True)
-    top_p = torch.tensor([p.top_p for p in params], device=device)
-    before = probs.cumsum(-1) - probs
-    # top_p 1 keeps all: the rounded sum may reach 1 before the end
-    cut = (before >= top_p[:, None]) & (top_p < 1)[:, None] & (rank > 0)
-    probs = probs.masked_fill(cut, 0)
-    return probs / probs.sum(-1, keepdim=True), ids
+    return _numbers(_keys(seeds, lane), positions, dtype)
 
 
-def draw(probs: Tensor, ids: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw one id of each row by inverting the cumulative distribution at `uniforms [B]` in [0, 1)."""
-    total = probs.cumsum(-1)
-    place = torch.searchsorted(total, (uniforms[:, None] * total[:, -1:]).contiguous(), right=True)
-    last = (probs > 0).sum(-1, keepdim=True) - 1
-    return ids.gather(1, torch.minimum(place, last))[:, 0]
+def _keys(seeds: Tensor, lane: int) -> Tensor:
+    """The part of the hash that does not depend on positions."""
+    return _mix(seeds + _signed((lane + 1) * _GOLDEN)) + _GOLDEN
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], rngs: Sequence[random.Random]) -> list[int | None]:
-    """Choose the next token of each row; None for a row whose logits are not finite.
+def _numbers(keys: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    bits = {torch.float32: 24, torch.float64: 53}[dtype]
+    hashed = _mix(torch.add(keys, positions.to(torch.int64), alpha=_GOLDEN))
+    return _shifted(hashed, 64 - bits).to(dtype) * 2.0**-bits
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - 2**64)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, places: int) -> Tensor:
+    """Shift int64 to the right as if it had no sign."""
+    return (x >> places) & ((1 << (64 - places)) - 1)
+
+
+def _signed(x: int) -> int:
+    """The int64 that equals an integer modulo 2^64."""
+    return (x + 2**63) % 2**64 - 2**63
+
+
+# ---- from logits to a token ---------------------------------------------------------------------
+
+
+def adjust(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    counts: Sequence[TokenCounts | None],
+    *,
+    stop_ids: Sequence[int],
+    allowed: Tensor | None = None,
+) -> Tensor:
+    """Apply penalties, biases and masks to logits; a new tensor, or `logits` itself if nothing applies.
+
+    In this order: (1) logits above 0 of ids in the prompt or the generated tokens are divided by `repetition_penalty`,
+    those below multiplied; (2) `frequency_penalty` times the count of the id in the generated tokens is subtracted, and
+    (3) `presence_penalty` if the count is not 0; (4) `logit_bias` is added; (5) until `min_tokens` were generated,
+    `stop_ids` and `stop_token_ids` become -inf; (6) so does what `allowed` does not allow. What is infinite stays so,
+    and penalties do not make a finite logit infinite. Biases and stop ids outside the vocabulary are passed over.
 
     Args:
-        logits: `[B, vocab]`.
-        params: of each row; temperature 0 takes the largest logit, ties to the lowest id.
-        rngs: random state of each row; one number is taken from it for each drawn token.
+        logits: `[B, V]` fp32.
+        params: of each row.
+        counts: of each row; may be None where the parameters look at no history.
+        stop_ids: ids that end any request.
+        allowed: `[B, V]` bool, what a grammar permits.
     """
-    if len(params) != logits.shape[0] or len(rngs) != logits.shape[0]:
-        raise ConfigError(f"sample: {logits.shape[0]} rows, {len(params)} params, {len(rngs)} random states")
-    finite = logits.isfinite().all(-1)
-    chosen = logits.argmax(-1)
-    drawn = [i for i, p in enumerate(params) if p.temperature > 0]
-    if drawn:
-        rows = torch.where(finite[drawn][:, None], logits[drawn].float(), 0)
-        uniforms = torch.tensor([rngs[i].random() for i in drawn], dtype=torch.float32, device=logits.device)
-        probs, ids = distribution(rows, [params[i] for i in drawn])
-        chosen[drawn] = draw(probs, ids, uniforms)
-    packed: list[int] = torch.where(finite, chosen, -1).tolist()  # the one copy to the host of a step
-    return [None if token < 0 else token for token in packed]
+    edits = _Edits.of(params, counts, stop_ids, logits.shape[1])
+    out = logits
+    if any(len(part) for part in edits):
+        edits = _Edits(*_to_device(edits, logits.device))
+        out = logits.clone(memory_format=torch.contiguous_format)
+        flat = out.view(-1)
+        if len(edits.ids):
+            row = torch.repeat_interleave(edits.lengths, output_size=len(edits.ids))
+            places = edits.starts[row] + edits.ids
+            old, divisors = flat[places], edits.divisors[row]
+            deductions = edits.frequency[row] * edits.times + edits.presence[row] * (edits.times > 0)
+            new = torch.where(old > 0, old / divisors, old * divisors) - deductions
+            flat[places] = torch.where(old.isinf(), old, new.clamp(-_HUGE, _HUGE))
+        if len(edits.biased):
+            flat[edits.biased] += edits.biases
+        if len(edits.masked):
+            flat.index_fill_(0, edits.masked, -torch.inf)
+    return out if allowed is None else out.masked_fill(~allowed, -torch.inf)
+
+
+class _Edits(NamedTuple):
+    """What `adjust` does. Places are those in the flat logits; none is twice in a list.
+
+    Attributes:
+        starts, lengths, divisors, frequency, presence: for each row with penalties: place of its first logit, number of
+            its ids, and parameters.
+        ids, times: of these rows together: what was seen, and how often it was generated.
+        biased, biases: places, and what is added there.
+        masked: places that become -inf.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    divisors: Tensor
+    frequency: Tensor
+    presence: Tensor
+    ids: Tensor
+    times: Tensor
+    biased: Tensor
+    biases: Tensor
+    masked: Tensor
+
+    @classmethod
+    def of(
+        cls, params: Sequence[SamplingParams], counts: Sequence[TokenCounts | None], stop_ids: Sequence[int], vocab: int
+    ) -> _Edits:
+        """Collect them on the host."""
+        punished: list[tuple[int, SamplingParams]] = []
+        lengths, ids, times = array("q"), array("q"), array("q")
+        bias: dict[int, float] = {}
+        masked = array("q")
+        for row, (p, history) in enumerate(zip(params, counts, strict=True)):
+            start = row * vocab
+            if p.logit_bias:
+                bias.update({start + i: value for i, value in p.logit_bias.items() if i < vocab})
+            if not _looks_back(p):
+                continue
+            if history is None:
+                raise ConfigError(f"adjust: row {row} has penalties or min_tokens and needs its TokenCounts, got None")
+            if _punishes(p) and history.ids:
+                punished.append((start, p))
+                lengths.append(len(history.ids))
+                ids.extend(history.ids)
+                times.extend(history.times)
+            if history.num_generated < p.min_tokens:
+                masked.extend(start + i for i in {*stop_ids, *p.stop_token_ids} if i < vocab)
+        seen = _integers(ids)
+        assert not ids or (seen.min() >= 0 and seen.max() < vocab), f"TokenCounts holds ids outside 0..{vocab - 1}"
+        return cls(
+            _integers(array("q", [start for start, _ in punished])),
+            _integers(lengths),
+            _floats([min(max(p.repetition_penalty, _TINY), _HUGE) for _, p in punished]),
+            _floats([p.frequency_penalty for _, p in punished]),
+            _floats([p.presence_penalty for _, p in punished]),
+            seen,
+            _integers(times),
+            _integers(array("q", bias)),
+            _floats([*bias.values()]),
+            _integers(masked),
+        )
+
+
+def _integers(values: array[int]) -> Tensor:
+    # a copy-free view keeps the array alive, but cannot be made of nothing
+    return torch.frombuffer(values, dtype=torch.int64) if values else torch.zeros(0, dtype=torch.int64)
+
+
+def _floats(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def distribution(logits: Tensor, params: Sequence[SamplingParams] | Filters) -> Tensor:
+    """Return the probabilities that tokens are drawn with.
+
+    The logits are divided by the temperature; then `top_k` keeps so many of the best tokens; then `top_p` keeps the
+    fewest of the best whose part of what `top_k` kept reaches it; then `min_p` drops the tokens that have less than
+    this part of the largest probability. Best is by logit, ties by id. Of a row of temperature 0 the best token stays.
+
+    A token of less than 2^-44 of the largest probability (at V = 163,840) has probability 0.
+
+    Args:
+        logits: `[N, V]`, after `adjust`.
+        params: of each row, or their tensors, made once.
+
+    Returns:
+        `[N, V]` fp32; each row has the sum 1, or is 0 if its logits contain NaN or inf, or nothing but -inf.
+    """
+    filters = params if isinstance(params, Filters) else Filters.of(params, logits.device)
+    logits = logits.float()
+    ids = None
+    if filters.top_k is not None or filters.top_p is not None:
+        logits, ids = logits.sort(dim=-1, descending=True, stable=True)
+    bits = 62 - logits.shape[1].bit_length()  # a row of ones stays below 2^62
+    relative = (logits - logits.amax(-1, keepdim=True)).div_(filters.temperature[:, None]).exp_()
+    # rows that are not finite are NaN by now, or 0
+    weights = relative.mul_(2.0**bits).nan_to_num_().to(torch.int64)
+    if filters.top_k is not None:
+        ranks = torch.arange(logits.shape[1], device=logits.device)
+        weights.masked_fill_(ranks >= filters.top_k[:, None], 0)
+    if filters.top_p is not None:
+        ends = weights.cumsum(-1)
+        bound = torch.where(filters.top_p < 1, (filters.top_p * ends[:, -1]).ceil().to(torch.int64), ends[:, -1])
+        weights.masked_fill_(ends.sub_(weights) >= bound[:, None], 0)
+    if filters.min_p is not None:
+        least = (filters.min_p * 2.0**bits).ceil().to(torch.int64)  # the largest weight is 2^bits
+        weights.masked_fill_(weights < least[:, None], 0)
+    # exact: a weight has the 24 bits of the fp32 number that it comes from
+    probs = weights.to(torch.float32).div_(weights.sum(-1, keepdim=True).clamp_(min=1))
+    return probs if ids is None else torch.empty_like(probs).scatter_(1, ids, probs)
+
+
+def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw one id of each row by inverting its cumulative distribution, in the order of the ids.
+
+    Args:
+        probs: `[N, V]`, not negative, of sum below 2; they are taken relative to their sum, to the bit 2^-62.
+        uniforms: `[N]` in [0, 1).
+
+    Returns:
+        `[N]` int64, never an id of probability 0; -1 for a row of zeros.
+    """
+    ends = (probs * 2.0**62).to(torch.int64).cumsum(-1)
+    total = ends[:, -1:]
+    # the last entry that is not 0, whatever is rounded up
+    ticket = torch.minimum((uniforms[:, None].double() * total).to(torch.int64), total - 1)
+    return torch.where(total > 0, torch.searchsorted(ends, ticket, right=True), -1)[:, 0]
+
+
+def sample(
+    logits: Tensor,
+    prepared: Prepared,
+    positions: Tensor,
+    *,
+    counts: Sequence[TokenCounts | None] | None = None,
+    allowed: Tensor | None = None,
+) -> Tensor:
+    """Choose the next token of each row, without waiting for the device.
+
+    A row depends on its own logits, parameters, seed, position and history alone.
+
+    Args:
+        logits: `[B, V]`.
+        prepared: parameters of the rows.
+        positions: `[B]` of integers on the device: tokens in front of the one that is chosen, prompt included.
+        counts: history of each row; may be None if no row looks at its own.
+        allowed: `[B, V]` bool, what grammars permit.
+
+    Returns:
+        `[B]` int64; -1 for a row whose logits contain NaN or inf, or that has nothing left to choose from.
+    """
+    num_rows, vocab = logits.shape
+    if not len(prepared.params) == len(positions) == num_rows:
+        raise ConfigError(f"sample: {num_rows} rows, {len(prepared.params)} params, {len(positions)} positions")
+    raw = logits
+    if prepared.edits_logits or allowed is not None:
+        raw = logits.float()
+        histories = [None] * num_rows if counts is None else counts
+        logits = adjust(raw, prepared.params, histories, stop_ids=prepared.stop_ids, allowed=allowed)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    numbers = None if prepared.keys is None else _numbers(prepared.keys, positions, torch.float64)
+    for group in prepared.groups:
+        for start, stop in _slices(group.size, vocab, _DRAWN_TOGETHER):
+            rows = slice(start, stop) if group.rows is None else group.rows[start:stop]
+            if group.filters is None or numbers is None:
+                best, chosen = logits[rows].max(-1)  # NaN is the largest of all; of equal ones the first
+                tokens[rows] = torch.where(best.isfinite(), chosen, -1)
+            else:
+                tokens[rows] = draw(distribution(logits[rows], group.filters.rows(start, stop)), numbers[rows])
+    # a mask may have hidden what is not finite
+    return tokens if logits is raw else torch.where(raw.amax(-1).isfinite(), tokens, -1)
+
+
+def _slices(num_rows: int, vocab: int, elements: int) -> Iterator[tuple[int, int]]:
+    step = max(elements // vocab, 1)
+    for start in range(0, num_rows, step):
+        yield start, min(start + step, num_rows)
+
+
+# ---- log-probabilities --------------------------------------------------------------------------
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities of N tokens.
+
+    Attributes:
+        chosen: `[N]` fp32, of the tokens themselves.
+        top_ids: `[N, top]` int64, the best tokens of each place, best first, ties by id.
+        top_values: `[N, top]` fp32, theirs.
+    """
+
+    chosen: Tensor
+    top_ids: Tensor
+    top_values: Tensor
+
+
+def logprobs_of(logits: Tensor, ids: Tensor, top: int = 0) -> Logprobs:
+    """Return log-probabilities as the model gives them: `log_softmax(logits.float())`, to the bit.
+
+    Works on a few rows at a time: prompts are long.
+
+    Args:
+        logits: `[N, V]`, before `adjust`.
+        ids: `[N]` int64; -1 has the log-probability NaN.
+        top: how many of the best tokens to name; of V at most all.
+    """
+    num_rows, vocab = logits.shape
+    top = min(top, vocab)
+    found = Logprobs(
+        torch.empty(num_rows, dtype=torch.float32, device=logits.device),
+        torch.empty(num_rows, top, dtype=torch.int64, device=logits.device),
+        torch.empty(num_rows, top, dtype=torch.float32, device=logits.device),
+    )
+    for start, stop in _slices(num_rows, vocab, _REPORTED_TOGETHER):
+        part, chosen = logits[start:stop].float(), ids[start:stop, None]
+        values = part.log_softmax(-1)
+        found.chosen[start:stop] = values.gather(1, chosen.clamp(min=0)).masked_fill_(chosen < 0, torch.nan)[:, 0]
+        if top:
+            # no two are equal: `topk` promises nothing about ties
+            keys = _order(part).to(torch.int64).bitwise_left_shift_(32).add_(torch.arange(vocab, device=part.device))
+            best = keys.topk(top, largest=False).values & 0xFFFFFFFF
+            found.top_ids[start:stop] = best
+            found.top_values[start:stop] = values.gather(1, best)
+    return found
+
+
+def _order(logits: Tensor) -> Tensor:
+    """Integers that ascend where fp32 logits descend, and are equal where they are equal."""
+    bits = (logits + 0.0).view(torch.int32)  # -0 is 0
+    return ~(bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+def token_logprobs(ids: Sequence[int], found: Logprobs, top: Sequence[int] | None = None) -> list[TokenLogprob]:
+    """Copy log-probabilities to the host, as the outputs of requests have them.
+
+    Args:
+        ids: `[N]`, as given to `logprobs_of`.
+        found: its result.
+        top: how many of the best tokens each entry names; None is all that were found.
+    """
+    chosen, top_ids, top_values = (x.tolist() for x in found)
+    pairs = [tuple(zip(*row, strict=True)) for row in zip(top_ids, top_values, strict=True)]
+    if top is not None:
+        pairs = [row[:n] for row, n in zip(pairs, top, strict=True)]
+    return [TokenLogprob(*entry) for entry in zip(ids, chosen, pairs, strict=True)]
