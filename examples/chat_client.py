@@ -18,6 +18,6 @@ text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
 print("the stream says the same:", text == answer.choices[0].message.content)
 
 try:
-    client.chat.completions.create(**settings, logprobs=True)
+    client.chat.completions.create(**settings, temperature=-1)
 except BadRequestError as error:
     print("refused:", error.body["message"])

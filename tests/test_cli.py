@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from k3lib import Engine, SamplingParams
+from k3lib.cache import plan_memory
 from k3lib.checkpoint import Folder, read_header
 from k3lib.config import KimiK3Config
 from k3lib.server.cli import main
@@ -148,6 +149,121 @@ def test_inspect_of_nothing_is_an_error_message(k3lib, tmp_path):
     status, _, err = k3lib("inspect", tmp_path)
     assert status == 2
     assert "there is no config.json" in err
+
+
+@pytest.fixture
+def k3_folder(tmp_path):
+    """A folder with the `config.json` of K3's cache geometry and nothing else."""
+    config = KimiK3Config.tiny(
+        num_hidden_layers=93,
+        hidden_size=7168,
+        full_attn_layers=[*range(4, 93, 4), 93],
+        kda_layers=[n for n in range(1, 93) if n % 4],
+        num_heads=96,
+        num_attention_heads=96,
+        num_key_value_heads=96,
+        head_dim=128,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        max_position_embeddings=1 << 20,
+    )
+    (tmp_path / "k3").mkdir()
+    (tmp_path / "k3" / "config.json").write_text(json.dumps(config.to_hf()))
+    return tmp_path / "k3"
+
+
+def test_plan_prints_the_plan_of_the_library(k3lib):
+    status, out, err = k3lib("plan", "--rest-gib", 0.5, "--tp-size", 2, "--max-running-requests", 7, "--page-size", 16)
+    want = plan_memory(KimiK3Config.tiny(), rest_bytes=1 << 29, tp_size=2, max_running_requests=7, page_size=16)
+    assert (status, out, err) == (0, f"{want}\n", "")
+
+
+def test_plan_takes_every_flag(k3lib, k3_folder):
+    status, out, _ = k3lib(
+        *("plan", "--model-path", k3_folder, "--rest-gib", 90, "--tp-size", 32, "--dp-size", 4, "--dcp-size", 2),
+        *("--pp-size", 1, "--kv-cache-dtype", "fp8_e4m3", "--mamba-ssm-dtype", "bfloat16", "--disable-radix-cache"),
+        *("--mamba-radix-cache-strategy", "extra_buffer_lazy", "--disable-overlap-schedule", "--skip-decode-lock"),
+        *("--disaggregation-mode", "decode", "--mamba-full-memory-ratio", 0.8, "--max-running-requests", 512),
+        *("--max-total-tokens", 64000, "--page-size", 32, "--context-length", 9000),
+        *("--speculative-algorithm", "DSPARK", "--speculative-dspark-block-size", 3),
+        *("--enable-linear-replayssm-spec", "--linear-replayssm-cache-len", 8),
+    )
+    want = plan_memory(
+        KimiK3Config.from_hf(Folder(k3_folder).config()), rest_bytes=90 << 30, tp_size=32, dp_size=4, dcp_size=2,
+        kv_cache_dtype="fp8_e4m3", mamba_ssm_dtype="bfloat16", mamba_radix_cache_strategy="extra_buffer_lazy",
+        disable_radix_cache=True, role="decode", mamba_full_memory_ratio=0.8, max_running_requests=512,
+        max_total_tokens=64000, page_size=32, context_length=9000, speculative=True, replayssm_spec=True,
+        verify_window=4, replayssm_cache_len=8,
+    )  # fmt: skip
+    assert status == 0
+    assert out == "\n".join([str(want), *(f"warning: {text}" for text in want.warnings), ""])
+    assert "mamba_full_memory_ratio=0.8 is not used" in out
+
+
+def test_plan_computes_the_ratio_of_a_mean_request(k3lib, k3_folder):
+    k3 = ("plan", "--model-path", k3_folder, "--rest-gib", 60, "--tp-size", 8, "--dcp-size", 8)
+    _, out, _ = k3lib(*k3, "--tokens-per-request", 11264)
+    first, plan = out.split("\n", 1)
+    assert first.startswith("--mamba-full-memory-ratio 7.21: 5 states of 56,171,520 bytes for 11264 tokens of 3,456")
+    assert plan == k3lib(*k3, "--mamba-full-memory-ratio", 7.21)[1]
+    _, out, _ = k3lib(*k3, "--tokens-per-request", 11264, "--mamba-full-memory-ratio", 0.5)
+    assert "warning: --mamba-full-memory-ratio 0.5 was given and is used instead" in out
+    assert out.endswith(k3lib(*k3, "--mamba-full-memory-ratio", 0.5)[1])
+
+
+def test_plan_reads_the_draft(k3lib, k3_folder, golden):
+    draft = golden.parent / "spec" / "configs" / "dspark_radixark_k3.json"
+    if not draft.exists():
+        pytest.skip(f"needs {draft}")
+    (k3_folder / "draft").mkdir()
+    (k3_folder / "draft" / "config.json").write_text(draft.read_text())
+    k3 = ("plan", "--model-path", k3_folder, "--rest-gib", 60, "--tp-size", 8, "--speculative-algorithm", "DSPARK")
+    _, out, _ = k3lib(*k3, "--speculative-draft-model-path", k3_folder / "draft", "--kv-cache-dtype", "fp8_e4m3")
+    assert "draft_cell_bytes                   1,280  given" in out
+    assert "verify_window                          8  given" in out
+    _, out, _ = k3lib(*k3)
+    assert "draft_cell_bytes                   1,400  default" in out
+    assert "verify_window                          8  default" in out
+    assert "warning: max_running_requests is not given and speculation is on: reset to 48" in out
+
+
+def test_plan_takes_what_weights_and_activations_leave(k3lib, k3_folder):
+    gpu = ("plan", "--model-path", k3_folder, "--gpu-memory-gib", 192, "--weights-gib", 100, "--tp-size", 8)
+    _, out, _ = k3lib(*gpu, "--mem-fraction-static", 0.75, "--language-only")
+    assert out.startswith("mem_fraction_static 0.750 (given): 44.00 of 192 GiB for both pools\n44 GiB: states")
+    _, out, _ = k3lib(*gpu, "--mem-fraction-static", 0.75)
+    assert "43.90 of 192 GiB" in out
+    _, out, _ = k3lib(*gpu, "--language-only")
+    assert out.startswith("mem_fraction_static 0.862 (default)")
+    status, _, err = k3lib(*gpu, "--mem-fraction-static", 0.5, "--language-only")
+    assert status == 2
+    assert "mem_fraction_static=0.5 leaves nothing for the cache" in err
+    assert "give a fraction above 0.521" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("", "give either --rest-gib or --gpu-memory-gib and --weights-gib"),
+        ("--rest-gib 1 --weights-gib 1", "give either --rest-gib or --gpu-memory-gib"),
+        ("--gpu-memory-gib 80", "and --weights-gib"),
+        ("--gpu-memory-gib 80 --weights-gib 81", "--weights-gib 81.0 must lie between 0 and --gpu-memory-gib 80.0"),
+        ("--rest-gib 1 --tp-size 3", "does not divide the 4 KDA heads"),
+        ("--rest-gib 1 --dp-size 0", "dp_size must be an integer >= 1"),
+        ("--rest-gib nan", "rest_bytes must be a finite number"),
+        ("--rest-gib 0.0001", "One request needs 672,768 bytes of states"),
+        ("--rest-gib 1 --speculative-dspark-block-size 3", "needs --speculative-algorithm DSPARK"),
+        ("--rest-gib 1 --speculative-algorithm DSPARK --speculative-dspark-block-size 0", "verify_window must be"),
+        ("--rest-gib 1 --tokens-per-request 0", "avg_request_length must be > 0"),
+        ("--rest-gib 1 --tokens-per-request 9 --max-mamba-cache-size 9", "--max-mamba-cache-size replaces it"),
+    ],
+)
+def test_plan_says_what_is_wrong_and_prints_no_plan(k3lib, args, message):
+    status, out, err = k3lib("plan", *args.split())
+    assert status == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert message in err
 
 
 def test_doctor_names_packages_kernels_and_what_is_missing(k3lib):

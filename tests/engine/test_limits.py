@@ -43,6 +43,7 @@ def resolved(model, **fields):
     assert limits["max_total_num_tokens"].value == found.cache.num_pages * found.cache.page_size
     assert limits["page_size"].value == found.cache.page_size
     assert limits["checkpoint_grid"].value == found.cache.checkpoint_grid
+    assert limits["chunked_prefill_size"].value == found.chunk_tokens
     return found, {name: (limit.value, limit.reason) for name, limit in limits.items()}
 
 
@@ -204,6 +205,19 @@ def test_a_value_that_does_not_fit_is_limited_with_a_warning_that_names_both(mod
     assert f"max_running_requests=64, limited to {slots // 5} by {slots} slots, 5 a request" in caplog.text
     assert f"max_total_tokens=1000000000 does not fit: limited to {limits['max_total_num_tokens'][0]}" in caplog.text
     assert limits["max_total_num_tokens"][1] == "derived"
+
+
+@pytest.mark.parametrize("grid", [16, 512])
+def test_deterministic_chunks_are_no_larger_than_the_checkpoint_grid(model, caplog, grid):
+    cache = CacheConfig(num_pages=40, num_slots=4, page_size=64, checkpoint_grid=grid)
+    found, limits = resolved(model, cache=cache, deterministic=True)
+    assert found.chunk_tokens == grid
+    assert limits["chunked_prefill_size"] == (grid, "derived")
+    assert f"chunked_prefill_size limited to {grid} tokens" in caplog.text
+    assert "2048 were asked for" in caplog.text
+    found, limits = resolved(model, cache=cache, deterministic=True, disable_radix_cache=True)
+    assert found.chunk_tokens == 2048
+    assert limits["chunked_prefill_size"] == (2048, "default")
 
 
 @pytest.mark.parametrize(("asked", "origin"), [({}, "the model's positions"), ({"context_length": 100}, "asked for")])

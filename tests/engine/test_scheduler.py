@@ -442,7 +442,7 @@ def test_fewer_slots_than_places_only_wait(slots):
 
 
 def test_who_comes_last_in_rank_is_preempted_first_and_goes_on_with_its_tokens():
-    loop = Loop(Memory(pages=10, slots=4, page_size=2, prefix_cache=False), reserve_tokens=0, page_size=2)
+    loop = Loop(Memory(pages=9, slots=4, page_size=2, prefix_cache=False), reserve_tokens=0, page_size=2)
     kept, _ = loop.add([1, 2, 3, 4], new=8, priority=1)
     middle, _ = loop.add([2, 3, 4, 5], new=8)
     last, _ = loop.add([3, 4, 5, 6], new=8)
@@ -452,6 +452,9 @@ def test_who_comes_last_in_rank_is_preempted_first_and_goes_on_with_its_tokens()
         for _ in range(8):
             tokens.append(after(tokens))
         want[state.number] = tokens
+    while not loop.scheduler.num_preemptions:
+        loop.step()
+    assert (kept.preemptions, middle.preemptions, last.preemptions) == (0, 0, 1)
     loop.run()
     assert kept.preemptions == 0
     assert last.preemptions > 0

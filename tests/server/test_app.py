@@ -3,79 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 
-import httpx
 import pytest
+from pydantic import TypeAdapter
+from scripted import ANSWER, HI, MODEL, TOK, ScriptedEngine, chat, client_of, complete, events, refused, request
 
 from k3lib.engine.request import StepOutput
 from k3lib.errors import CapacityError, RequestError
 from k3lib.server.app import create_app
 from k3lib.server.chat import encode_segments, render_chat
-from k3lib.server.tokenizer import load_tokenizer
-
-TOK = load_tokenizer()
-MODEL = "kimi-k3-tiny"
-ANSWER = "think<|close|>think<|sep|><|open|>response<|sep|>Hello!<|close|>response<|sep|>"
-ANSWER += "<|close|>message<|sep|><|end_of_msg|>"
-HI = [{"role": "user", "content": "hi"}]
-
-
-class ScriptedEngine:
-    """Plays one text per request, some ids at a time, and remembers what it was asked."""
-
-    def __init__(self, output=ANSWER, finish="stop", *, step=1, cached=None, error=None, after=0):
-        self.output = output if isinstance(output, list) else TOK.encode(output, True)
-        self.finish, self.step, self.cached = finish, step, cached
-        self.error, self.after = error, after
-        self.requests, self.closed = [], 0
-
-    async def generate(self, prompt_ids, params):
-        self.requests.append((prompt_ids, params))
-        try:
-            if self.error and not self.after:
-                raise self.error
-            for at in range(0, max(len(self.output), 1), self.step):
-                await asyncio.sleep(0)
-                if self.error and at >= self.after:
-                    raise self.error
-                ids = self.output[at : at + self.step]
-                finish = self.finish if at + self.step >= len(self.output) else None
-                yield StepOutput(ids, finish, cached_tokens=self.cached)
-        finally:
-            self.closed += 1
-
-
-def client_of(engine, max_model_len=4096):
-    app = create_app(engine, TOK, model_name=MODEL, max_model_len=max_model_len)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://k3")
-
-
-def request(engine, path, body, **options):
-    async def send():
-        async with client_of(engine, **options) as client:
-            if isinstance(body, str):
-                return await client.post(path, content=body)
-            return await (client.get(path) if body is None else client.post(path, json=body))
-
-    return asyncio.run(send())
-
-
-def chat(engine, body, **options):
-    return request(engine, "/v1/chat/completions", {"model": MODEL, "messages": HI, **body}, **options)
-
-
-def complete(engine, body, **options):
-    return request(engine, "/v1/completions", {"model": MODEL, **body}, **options)
-
-
-def events(response):
-    assert response.status_code == 200, response.text
-    assert response.headers["content-type"].startswith("text/event-stream")
-    lines = response.text.split("\n\n")
-    assert lines[-1] == ""
-    assert lines[-2] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+from k3lib.server.schemas import ChatAnswer, ChatChunk, CompletionAnswer
 
 
 def assemble(chunks, index=0):
@@ -93,13 +32,6 @@ def assemble(chunks, index=0):
             finish = choice["finish_reason"]
     assert [call.pop("index") for call in calls] == list(range(len(calls)))
     return {**{k: v or None for k, v in message.items()}, "tool_calls": calls}, finish
-
-
-def refused(response, status, param):
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (status, param), error
-    assert set(error) == {"message", "type", "param", "code"}
-    return error["message"]
 
 
 @pytest.fixture
@@ -124,6 +56,7 @@ def test_api_vectors(vectors):
         response = request(engine, "/v1/chat/completions", body)
         assert response.status_code == want["status"], response.text
         got = response.json()
+        ChatAnswer.model_validate(got)
         assert engine.requests[0][0] == case["prompt_tiny_token_ids"], case["name"]
         message = got["choices"][0]["message"]
         assert {k: message.get(k) for k in want["message"]} == want["message"], case["name"]
@@ -145,6 +78,8 @@ def test_api_vectors_streamed(vectors):
             chunks = events(request(engine, "/v1/chat/completions", body))
             assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
             assert chunks[-1]["choices"] == []
+            for chunk in chunks:
+                TypeAdapter(ChatChunk).validate_python(chunk)
             usage = chunks[-1]["usage"]
             assert {k: usage[k] for k in want["usage"]} == want["usage"], case["name"]
             assert all(chunk["usage"] is None for chunk in chunks[:-1])
@@ -189,26 +124,67 @@ def test_defaults_of_both_endpoints():
 
 def test_parameters_reach_the_engine():
     engine = ScriptedEngine()
-    body = {"temperature": 0, "top_p": 0.5, "seed": 7, "top_k": 3, "ignore_eos": True}
+    same = {"temperature": 0, "top_p": 0.5, "seed": 7, "top_k": 3, "ignore_eos": True, "min_p": 0.25, "min_tokens": 2}
+    same |= {"frequency_penalty": 0.5, "presence_penalty": -1, "repetition_penalty": 1.5}
+    body = {**same, "logit_bias": {"5": -2, "7": 100}, "stop_token_ids": [65], "logprobs": True, "top_logprobs": 3}
     chat(engine, {**body, "max_tokens": 9, "max_completion_tokens": 5, "n": 2})
     first, second = (params for _, params in engine.requests)
-    assert (first.temperature, first.top_p, first.top_k, first.seed) == (0, 0.5, 3, 7)
-    assert (first.max_new_tokens, first.ignore_eos, first.stop_token_ids) == (5, True, ())
-    assert second.seed == 8
+    assert {name: getattr(first, name) for name in same} == same
+    assert (first.max_new_tokens, first.stop_token_ids) == (5, (65,))
+    assert dict(first.logit_bias) == {5: -2, 7: 100}
+    assert (first.logprobs, first.top_logprobs, first.prompt_logprobs) == (True, 3, False)
+    assert second == dataclasses.replace(first, seed=8)
+    assert chat(engine, {"top_k": -1, "stop_token_ids": [65]}).status_code == 200
+    assert (engine.requests[-1][1].top_k, engine.requests[-1][1].stop_token_ids) == (0, (*TOK.stop_ids, 65))
+
+
+def test_only_what_a_request_needs_is_passed_to_the_engine():
+    class Keywords(ScriptedEngine):
+        async def generate(self, prompt_ids, params, **extra):
+            self.extra = extra
+            async for item in super().generate(prompt_ids, params):
+                yield item
+
+    engine = Keywords()
+    chat(engine, {"timeout": 50, "rid": "a", "user": "u"})
+    assert engine.extra == {}
+    chat(engine, {"priority": -3, "cache_salt": "tenant"})
+    assert engine.extra == {"priority": -3, "namespace": "tenant"}
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("frequency_penalty", 0.5),
-        ("presence_penalty", -1),
-        ("repetition_penalty", 1.1),
-        ("min_p", 0.1),
-        ("min_tokens", 3),
-        ("logit_bias", {"5": 1}),
-        ("logprobs", True),
+        ("frequency_penalty", 2.5),
+        ("presence_penalty", -3),
+        ("repetition_penalty", 0),
+        ("min_p", 1.1),
+        ("min_tokens", -3),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"a": 1}),
+        ("logit_bias", {"512": 1}),
+        ("logit_bias", [1]),
+        ("logprobs", 1),
         ("logprobs", 0),
         ("top_logprobs", 2),
+        ("top_logprobs", 21),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", "x"),
+        ("priority", "high"),
+        ("cache_salt", 5),
+        ("timeout", 0),
+        ("rid", "two words"),
+        ("rid", "x\r\ny"),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("max_tokens", 5.5),
+        ("stream", "yes"),
+        ("n", "2"),
+        ("seed", 1.5),
+        ("stream_options", 5),
+        ("model", None),
+        ("best_of", 2),
+        ("include_stop_str_in_output", True),
         ("separate_reasoning", False),
         ("guided_json", {}),
         ("temperature", -0.1),
@@ -217,6 +193,8 @@ def test_parameters_reach_the_engine():
         ("max_tokens", -1),
         ("stop", [""]),
         ("stop", ["x"] * 17),
+        ("stop", ["x"] * 10_000),
+        ("stop", [5]),
         ("add_generation_prompt", False),
         ("chat_template_kwargs", {"builtin_tools": []}),
         ("continue_final_message", 3),
@@ -230,7 +208,8 @@ def test_unsupported_values_are_refused_by_name(field, value):
 
 def test_values_that_ask_for_nothing_are_accepted():
     neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "logprobs": False, "n": 1}
-    neutral |= {"logit_bias": None, "user": "u", "metadata": {}, "stop": None, "tools": []}
+    neutral |= {"logit_bias": None, "user": "u", "metadata": {}, "stop": None, "tools": [], "best_of": 1}
+    neutral |= {"skip_special_tokens": True, "spaces_between_special_tokens": False, "top_logprobs": 0}
     assert chat(ScriptedEngine(), neutral).status_code == 200
 
 
@@ -356,6 +335,11 @@ def test_several_answers():
 def test_cached_tokens_are_reported_when_the_engine_knows_them():
     usage = chat(ScriptedEngine(cached=4), {}).json()["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 4}
+    usage = chat(ScriptedEngine(cached=4, kv=9), {"n": 2}).json()["usage"]
+    by_kind = {"cached_tokens": 4, "cached_kv_tokens": 9, "cached_state_tokens": 4}
+    assert usage["prompt_tokens_details"] == by_kind
+    usage = complete(ScriptedEngine(cached=1, kv=2), {"prompt": ["abc", "def"], "n": 2}).json()["usage"]
+    assert usage["prompt_tokens_details"] == {name: 2 * n for name, n in zip(by_kind, (1, 2, 1), strict=True)}
     assert "prompt_tokens_details" not in chat(ScriptedEngine(), {}).json()["usage"]
 
 
@@ -396,12 +380,13 @@ def test_an_engine_that_gives_up_at_once(finish, stream):
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [(RequestError("no", param="seed"), 400), (CapacityError("full"), 503), (OSError("x"), 500)],
+    [(RequestError("no", param="seed"), 400), (CapacityError("full"), 429), (OSError("x"), 500)],
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_errors_of_the_engine_have_their_status(error, status, stream):
     response = chat(ScriptedEngine(error=error), {"stream": stream})
     refused(response, status, getattr(error, "param", None))
+    assert ("retry-after" in response.headers) == (status == 429)
 
 
 @pytest.mark.parametrize("error", [None, ValueError("secret")])
@@ -471,6 +456,7 @@ def test_a_client_that_leaves_ends_the_request(stream, disconnect_after):
 def test_kinds_of_raw_prompts(prompt, ids):
     engine = ScriptedEngine("xy<|end_of_msg|>")
     response = complete(engine, {"prompt": prompt, "max_tokens": 5}).json()
+    CompletionAnswer.model_validate(response)
     assert [prompt_ids for prompt_ids, _ in engine.requests] == ids
     assert [choice["text"] for choice in response["choices"]] == ["xy"] * len(ids)
     assert response["object"] == "text_completion"
@@ -486,7 +472,9 @@ def test_bad_raw_prompts(prompt):
     refused(complete(ScriptedEngine(), {"prompt": prompt}), 400, "prompt")
 
 
-@pytest.mark.parametrize(("field", "value"), [("logprobs", 0), ("best_of", 2), ("suffix", "x"), ("n", 0), ("foo", 1)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("logprobs", 21), ("logprobs", True), ("best_of", 2), ("suffix", "x"), ("n", 0), ("foo", 1)]
+)
 def test_unsupported_completion_fields(field, value):
     refused(complete(ScriptedEngine(), {"prompt": "a", field: value}), 400, field)
 
@@ -523,3 +511,72 @@ def test_turn_two_starts_with_the_tokens_of_turn_one():
     first, second = (ids for ids, _ in engine.requests)
     turn = first + engine.output
     assert second[: len(turn)] == turn
+
+
+def test_usage_in_every_chunk():
+    body = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+    chunks = events(chat(ScriptedEngine(), body))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == len(TOK.encode(ANSWER, True))
+    chunks = events(complete(ScriptedEngine("abc"), {"prompt": "x", **body}))
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 2, 3])
+def test_stop_strings_wait_for_min_tokens(min_tokens):
+    body = {"prompt": "x", "stop": "b", "min_tokens": min_tokens}
+    text = complete(ScriptedEngine("abcbd"), body).json()["choices"][0]["text"]
+    assert text == ("a" if min_tokens < 2 else "abc")
+
+
+def test_a_stop_id_of_the_request_is_no_text():
+    body = {"prompt": "x", "stop_token_ids": [99]}
+    choice = complete(ScriptedEngine("abc"), body).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "stop")
+
+
+def test_named_special_tokens_can_be_left_out():
+    body = {"prompt": "x[BOS]", "echo": True, "logprobs": 0}
+    choice = complete(ScriptedEngine("a[EOT]<|open|>b"), body).json()["choices"][0]
+    assert choice["text"] == "x[BOS]a[EOT]<|open|>b"
+    choice = complete(ScriptedEngine("a[EOT]<|open|>b"), {**body, "skip_special_tokens": True}).json()["choices"][0]
+    assert choice["text"] == "xa<|open|>b"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2, 2, 10]
+
+
+def test_the_name_of_a_request_is_its_id_and_cannot_be_taken_twice():
+    for body in ({"rid": "mine"}, {"request_id": "mine"}):
+        response = chat(ScriptedEngine(), body)
+        assert response.json()["id"] == response.headers["x-request-id"] == "mine"
+    assert complete(ScriptedEngine(), {"prompt": "x"}).json()["id"].startswith("cmpl-")
+
+    async def twice():
+        async with client_of(ScriptedEngine()) as client:
+            body = {"model": MODEL, "messages": HI, "rid": "same"}
+            answers = await asyncio.gather(*(client.post("/v1/chat/completions", json=body) for _ in range(2)))
+            later = await client.post("/v1/chat/completions", json=body)
+        return sorted(answer.status_code for answer in [*answers, later])
+
+    assert asyncio.run(twice()) == [200, 200, 400]
+
+
+def test_a_timeout_ends_a_request():
+    class Slow(ScriptedEngine):
+        async def generate(self, prompt_ids, params):
+            try:
+                yield StepOutput([65], None)
+                await asyncio.sleep(60)
+            finally:
+                self.closed += 1
+
+    engine = Slow()
+    assert "timeout of 0.05 s" in refused(chat(engine, {"timeout": 0.05}), 503, None)
+    last = events(chat(engine, {"timeout": 0.05, "stream": True}))[-1]
+    assert "timeout of 0.05 s" in last["error"]["message"]
+    assert engine.closed == 2
+
+
+def test_more_answers_than_a_request_may_have():
+    refused(complete(ScriptedEngine(), {"prompt": ["a"] * 2049}), 400, "prompt")
+    refused(complete(ScriptedEngine(), {"prompt": ["a"] * 100, "n": 21}), 400, "n")

@@ -55,8 +55,8 @@ class EngineConfig:
             counts on; 1 is half of them.
         mix_decode: decoding requests ride in prefill steps instead of taking turns with them; not if deterministic.
         deterministic: the same bits for a request alone, in any batch and in any order. Every request is computed by
-            itself, prefills are cut at multiples of `chunked_prefill_size`, and only states at such multiples are
-            reused.
+            itself, prefills are cut at multiples of `chunked_prefill_size`, or of the checkpoint grid if that is less,
+            and only states at such multiples are reused.
         strict_backends: refuse the slow reference on an accelerator.
     """
 
@@ -141,7 +141,7 @@ class EngineConfig:
         pools = self.cache
         grid = self.checkpoint_grid if pools is None else pools.checkpoint_grid
         interval = self.mamba_track_interval if pools is None else pools.track_interval
-        if grid % self.chunked_prefill_size:
+        if grid % min(grid, self.chunked_prefill_size):
             raise ConfigError(
                 f"EngineConfig: deterministic reuses only states at the end of whole chunks, so chunked_prefill_size="
                 f"{self.chunked_prefill_size} must divide checkpoint_grid={grid}"
@@ -166,12 +166,14 @@ class Resolved:
         cache: sizes and dtypes of the pools.
         context_length: longest prompt plus output.
         max_running: requests in flight.
+        chunk_tokens: most prompt tokens of a prefill step.
         limits: every effective limit with its reason.
     """
 
     cache: CacheConfig
     context_length: int
     max_running: int
+    chunk_tokens: int
     limits: tuple[Limit, ...]
 
 
@@ -205,6 +207,11 @@ def resolve_limits(model: KimiK3ForCausalLM, config: EngineConfig) -> Resolved:
         context_note = f"the KV pool has {cache.num_pages} pages of {cache.page_size}; {context} were {origin}"
         logger.warning("context_length limited to %d tokens: %s", room, context_note)
         context = room
+    chunk, chunk_note = config.chunked_prefill_size, "prompt tokens of a prefill step"
+    if config.deterministic and cache.prefix_cache and chunk > cache.checkpoint_grid:
+        chunk_note = f"deterministic cuts prefills where states are kept, {chunk} were asked for"
+        chunk = cache.checkpoint_grid
+        logger.warning("chunked_prefill_size limited to %d tokens: %s", chunk, chunk_note)
     reuse_note = "no prefix cache"
     if cache.prefix_cache:
         reuse_note = "reuse begins at its multiples" + (" and where requests ended" if cache.keep_turn_ends else "")
@@ -228,16 +235,13 @@ def resolve_limits(model: KimiK3ForCausalLM, config: EngineConfig) -> Resolved:
         ),
         Limit("page_size", cache.page_size, reason("page_size", cache.page_size), "tokens a page"),
         Limit("checkpoint_grid", cache.checkpoint_grid, reason("checkpoint_grid", cache.checkpoint_grid), reuse_note),
-        Limit(
-            "chunked_prefill_size", config.chunked_prefill_size,
-            reason("chunked_prefill_size", config.chunked_prefill_size), "prompt tokens of a prefill step",
-        ),
+        Limit("chunked_prefill_size", chunk, reason("chunked_prefill_size", chunk), chunk_note),
         Limit(
             "max_queued_requests", "unlimited" if queued is None else queued, "default" if queued is None else "given",
             "requests that wait",
         ),
     )  # fmt: skip
-    return Resolved(cache, context, running, limits)
+    return Resolved(cache, context, running, chunk, limits)
 
 
 def _derive_cache(
@@ -286,7 +290,7 @@ def _derive_cache(
         kv_cache_dtype=config.kv_cache_dtype,
         mamba_ssm_dtype=config.mamba_ssm_dtype,
     )
-    logger.info("memory plan\n%s", plan)
+    logger.info("memory plan: %s", str(plan).splitlines()[0])  # the limits follow, with their real reasons
     running_note = plan.limit("max_running_requests").note
     if on_cpu and config.max_running_requests is None:
         running_note += ", the default on a CPU"

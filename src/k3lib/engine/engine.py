@@ -43,8 +43,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LONGEST_GUESS = 4096  # tokens a request may still generate that admission takes seriously
-# Cached tokens that a prefill expands together: no more than new ones, so that the chunk size bounds all temporary memory.
-_LARGEST_PIECE = 4096
+_LARGEST_PIECE = 4096  # cached tokens that a prefill expands together, and never more than a chunk
 
 
 class Engine:
@@ -91,7 +90,7 @@ class Engine:
                 page_size=cache.page_size,
                 max_running=resolved.max_running,
                 max_queued=self.config.max_queued_requests,
-                chunk_tokens=self.config.chunked_prefill_size,
+                chunk_tokens=resolved.chunk_tokens,
                 mix_decode=self.config.mix_decode,
                 aligned=self.config.deterministic,
                 reserve_tokens=int(guess * min(1.0, self.config.schedule_conservativeness / 2)),
@@ -101,7 +100,7 @@ class Engine:
         self.runner = Runner(
             model,
             self.cache,
-            piece_tokens=min(self.config.chunked_prefill_size, _LARGEST_PIECE),
+            piece_tokens=min(resolved.chunk_tokens, _LARGEST_PIECE),
             strict=self.config.strict_backends,
             one_by_one=self.config.deterministic,
         )
@@ -286,8 +285,9 @@ class Engine:
         for i, (state, token) in enumerate(zip(launched.states, tokens, strict=True)):
             if token == NO_TOKEN:
                 continue
+            logprob = logprobs[i] if logprobs is not None and token >= 0 else None
             try:
-                out = self._advance(state, token, logprobs[i] if logprobs is not None else None)
+                out = self._advance(state, token, logprob)
             except Exception:
                 logger.exception("%s ends with an error", state.request.name)
                 out = self._fail(state)
@@ -378,7 +378,7 @@ class Engine:
 
         Raises:
             CheckpointError, ConfigError: a source that does not fit; nothing has been changed. Or, with
-                `weights_changed`, a failure while writing: the weights are of no use, and what was computed is forgotten.
+                `weights_changed`, a failure while writing: the weights are of no use, what was computed is forgotten.
         """
         is_changed = True
         try:
@@ -510,7 +510,7 @@ class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._commands: queue.Queue[tuple[str, Any]] = queue.Queue()
-        self._sinks: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[StepOutput | K3Error]]] = {}
+        self._sinks: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[StepOutput | Exception]]] = {}
         self._names = itertools.count(1)
         self._is_closed = False
         self._lock = threading.Lock()  # nothing is put behind "stop"
@@ -544,14 +544,14 @@ class AsyncEngine:
             timeout=timeout,
         )
         self.engine.check_request(request)
-        sink: asyncio.Queue[StepOutput | K3Error] = asyncio.Queue()
+        sink: asyncio.Queue[StepOutput | Exception] = asyncio.Queue()
         finish = None
         try:
             self._sinks[request.name] = (asyncio.get_running_loop(), sink)
             self._put("add", request)
             while finish is None:
                 out = await sink.get()
-                if isinstance(out, K3Error):
+                if isinstance(out, Exception):
                     finish = "error"
                     raise out
                 finish = out.finish
@@ -600,7 +600,7 @@ class AsyncEngine:
     def _add(self, request: Request) -> None:
         try:
             self.engine.add(request)
-        except K3Error as error:
+        except Exception as error:
             self._deliver(request.name, error)
 
     async def call(self, function: Callable[[Engine], T]) -> T:
@@ -630,7 +630,7 @@ class AsyncEngine:
             self._deliver(name, StepOutput([], finish, request_id=name))
             self._sinks.pop(name, None)  # a request that is still on its way here is not added any more
 
-    def _deliver(self, name: str, out: StepOutput | K3Error) -> None:
+    def _deliver(self, name: str, out: StepOutput | Exception) -> None:
         entry = self._sinks.get(name)
         if entry is not None:
             loop, sink = entry

@@ -329,7 +329,7 @@ class _Machinery:
 def _reason(error: str) -> str:
     """The first sentence of an error message of llguidance."""
     text = error.split("<state>")[0]
-    lines = [line.strip() for line in text.splitlines() if not re.match(r"\s*\d* \|", line)]
+    lines = [line.strip() for line in text.splitlines() if not re.match(r"\s*\d* \||[\s^]+$", line)]
     text = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: ", "", " ".join(lines).strip())
     return "too large" if text.startswith("panic") else text[:200]
 
@@ -421,12 +421,13 @@ class Matcher:
     from ending the turn. A marker that ends the channel begins the grammar, also where the think close is missing.
     """
 
-    __slots__ = ("_begin", "_compiled", "_ids", "_is_ended", "_machine", "_mark")
+    __slots__ = ("_begin", "_compiled", "_ids", "_is_ended", "_is_stuck", "_machine", "_mark")
 
     def __init__(self, compiled: CompiledGrammar) -> None:
         self._compiled = compiled
         self._ids: list[int] = []
         self._is_ended = False
+        self._is_stuck = False
         self._mark: tuple[str, bytes] | None = None  # a marker that has begun in front of the grammar
         self._begin = 0  # tokens in front of the grammar
         grammar = compiled.grammar
@@ -446,6 +447,11 @@ class Matcher:
     def is_finished(self) -> bool:
         """Whether the output was ended."""
         return self._is_ended
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether nothing at all was allowed when it was last asked."""
+        return self._is_stuck
 
     @property
     def can_stop(self) -> bool:
@@ -519,7 +525,7 @@ class Matcher:
             self._machine.rollback(num_tokens - self._is_ended)
         else:
             self._machine, self._begin = None, 0
-        self._is_ended = False
+        self._is_ended = self._is_stuck = False
         del self._ids[keep:]
         if self._machine is None:
             self._mark = None
@@ -530,7 +536,7 @@ class Matcher:
         """Make an independent copy."""
         copy = Matcher.__new__(Matcher)
         copy._compiled, copy._ids, copy._is_ended = self._compiled, list(self._ids), self._is_ended
-        copy._mark, copy._begin = self._mark, self._begin
+        copy._mark, copy._begin, copy._is_stuck = self._mark, self._begin, self._is_stuck
         copy._machine = None if self._machine is None else self._machine.deep_copy()
         return copy
 
@@ -550,6 +556,8 @@ class Matcher:
                 machines.append((matcher._machine, i))
         if machines:
             matchers[0]._compiled.machinery.fill(machines, rows)
+        for matcher, row in zip(matchers, rows, strict=True):
+            matcher._is_stuck = not row.any()
 
     def _fill_front(self, row: NDArray[np.uint32]) -> None:
         row[:] = 0xFFFFFFFF
@@ -633,7 +641,8 @@ class GrammarCompiler:
             text = write_grammar(grammar, machinery, tries=True)
             machine, trouble = machinery.start(text)
         if trouble is not None:
-            raise RequestError(f"{grammar.param} cannot be enforced: {trouble}", param=grammar.param)
+            param = "tools" if grammar.response is None else "response_format"
+            raise RequestError(f"{param} cannot be enforced: {trouble}", param=param)
         if grammar.prefix and not grammar.tools_only:
             prefix = machinery.encode(grammar.prefix)
             if machine.try_consume_tokens(prefix) != len(prefix):

@@ -31,10 +31,15 @@ TYPES = ("string", "number", "boolean", "null", "object", "array")
 # Formats that are enforced. All others are annotations, as the specification of JSON Schema has it.
 FORMATS = ("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 
-MAX_DEPTH = 64
+MAX_DEPTH = 64  # levels of one part
+MAX_PATH = 128  # levels along references: compilers recurse, at some kilobytes a level
 MAX_NODES = 10_000
+MAX_PROPERTIES = 1000  # of one object
 MAX_REFERENCES = 256
 MAX_CHARS = 256 << 10
+MAX_COUNT = 1_000_000
+MAX_PATTERNS = 4  # that apply to one text: their intersection may be exponential in this
+MAX_MEETINGS = 10_000
 
 # Keywords that constrain and are not enforced, with the values that ask for nothing.
 _REFUSED: dict[str, tuple[object, ...]] = {
@@ -127,7 +132,7 @@ class Schema:
 
     def fail(self, path: str, message: str) -> NoReturn:
         """Refuse the schema for what stands at a path."""
-        raise RequestError(f"{self.where}{path and ' at '}{path}: {message}", param=self.param)
+        raise _error(self.param, self.where, path, message)
 
     def resolved(self, place: Place) -> Place:
         """Follow references that stand alone."""
@@ -280,6 +285,7 @@ class _Reader:
         self.names: dict[str, str] = {}  # by pointer
         self.pending: list[str] = []
         self.num_nodes = 0
+        self.deepest = 0
 
     def read(self) -> Schema:
         try:
@@ -289,23 +295,31 @@ class _Reader:
         if len(text) > MAX_CHARS:
             self.fail("", f"a schema has at most {MAX_CHARS} characters, this one has {len(text)}")
         root = self.node(self.document, "", 0)
+        depths = {"": self.deepest}
         defs: dict[str, Place] = {}
         while self.pending:
-            pointer = self.pending.pop()
-            defs[self.names[pointer]] = Place(pointer, self.node(self.target(pointer), pointer, 0))
+            pointer, self.deepest = self.pending.pop(), 0
+            name = self.names[pointer]
+            defs[name] = Place(pointer, self.node(self.target(pointer), pointer, 0))
+            depths[name] = 1 + self.deepest
+        if _longest_path({"": root, **{name: place.node for name, place in defs.items()}}, depths) > MAX_PATH:
+            self.fail("", f"a schema nests at most {MAX_PATH} levels, references counted with what they refer to")
         finite = _finite(defs)
         if not _is_finite(root, finite):
             self.fail("", "no finite value can match this schema")
         cut = {name: Place(place.path, _pruned(place.node, finite)) for name, place in defs.items()}
-        return Schema(_pruned(root, finite), cut, self.param, self.where)
+        schema = Schema(_pruned(root, finite), cut, self.param, self.where)
+        _Meetings(schema).check([Place("", schema.root)])
+        return schema
 
     def fail(self, path: str, message: str) -> NoReturn:
-        raise RequestError(f"{self.where}{path and ' at '}{path}: {message}", param=self.param)
+        raise _error(self.param, self.where, path, message)
 
     def node(self, node: object, path: str, depth: int) -> Node:
         self.num_nodes += 1
         if self.num_nodes > MAX_NODES:
             self.fail(path, f"a schema has at most {MAX_NODES} parts")
+        self.deepest = max(self.deepest, depth)
         if depth > MAX_DEPTH:
             self.fail(path, f"a schema nests at most {MAX_DEPTH} levels")
         if isinstance(node, bool):
@@ -334,8 +348,8 @@ class _Reader:
             parts = [self.node(part, f"{here}/{i}", depth + 1) for i, part in enumerate(value)]
             result["prefixItems" if key == "items" else key] = parts
         elif key in _MAPS:
-            if not isinstance(value, Mapping):
-                self.fail(here, f"{key} must be an object")
+            if not isinstance(value, Mapping) or len(value) > MAX_PROPERTIES:
+                self.fail(here, f"{key} must be an object of at most {MAX_PROPERTIES} schemas")
             result[key] = {name: self.node(part, f"{here}/{_escaped(name)}", depth + 1) for name, part in value.items()}
         elif key in _SINGLE:
             result[key] = self.node(value, here, depth + 1)
@@ -346,8 +360,13 @@ class _Reader:
             self.fail(path, f"{key} must be {promise}, got {str(value)[:60]!r}")
         if key in ("enum", "const"):
             self.check_texts(value, path)
-        if (key != "format" or value in FORMATS) and not (value == 0 and key in _LEAST):
-            result[key] = int(value) if isinstance(value, float) and key in _COUNTS else value
+        if key in _COUNTS and isinstance(value, int | float):
+            if value > MAX_COUNT and key in _LEAST:
+                self.fail(path, f"{key} is at most {MAX_COUNT}")
+            if value or key not in _LEAST:
+                result[key] = min(int(value), MAX_COUNT)
+        elif key != "format" or value in FORMATS:
+            result[key] = value
 
     def check_texts(self, value: object, path: str) -> None:
         """Refuse texts that need escapes by number, which the grammar of JSON leaves out."""
@@ -399,6 +418,112 @@ def _type_of(value: object) -> str:
         return "number"
     kinds = {str: "string", type(None): "null", list: "array"}
     return kinds.get(type(value), "object")
+
+
+def _error(param: str, where: str, path: str, message: str) -> RequestError:
+    shown = path if len(path) <= 160 else f"{path[:60]}…{path[-90:]}"
+    return RequestError(f"{where}{path and ' at '}{shown}: {message}", param=param)
+
+
+class _Meetings:
+    """Finds the schemas that apply to one value, and bounds how many patterns meet there."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        self.seen: set[frozenset[int]] = set()
+
+    def check(self, group: list[Place]) -> None:
+        """Check a value that all of these schemas apply to, and the values inside of it."""
+        todo = [group]
+        while todo:
+            group = todo.pop()
+            key = frozenset(id(place.node) for place in group)
+            if not group or key in self.seen:
+                continue
+            self.seen.add(key)
+            if len(self.seen) > MAX_MEETINGS:
+                self.schema.fail("", "the schema combines too many parts")
+            alone = group[0].node if len(group) == 1 else True
+            if isinstance(alone, dict) and list(alone) == ["anyOf"]:  # only one of them applies
+                todo += [[part] for part in self.schema.parts(group[0], "anyOf")]
+                continue
+            places = self.applied(group)
+            self.bound(places)
+            todo += self.inside(places)
+
+    def applied(self, group: list[Place]) -> list[Place]:
+        """The schemas of a group with all that they apply to the same value."""
+        found: dict[int, Place] = {}
+        todo = list(group)
+        while todo:
+            place = todo.pop()
+            if id(place.node) not in found:
+                found[id(place.node)] = place
+                for keyword in ("allOf", "anyOf", "oneOf", "$ref"):
+                    todo += self.schema.parts(place, keyword)
+        return list(found.values())
+
+    def bound(self, places: list[Place]) -> None:
+        patterns = {
+            str(node[keyword])
+            for _, node in places
+            for keyword in ("pattern", "format")
+            if isinstance(node, dict) and keyword in node
+        }
+        names = {name for _, node in places if isinstance(node, dict) for name in _keys(node, "patternProperties")}
+        if max(len(patterns), len(names)) > MAX_PATTERNS:
+            self.schema.fail(places[0].path, f"at most {MAX_PATTERNS} patterns and formats can apply to one text")
+
+    def inside(self, places: list[Place]) -> list[list[Place]]:
+        """The groups that apply to each of the values inside."""
+        found = [(path, node) for path, node in places if isinstance(node, dict)]
+        named: dict[str, list[Place]] = {name: [] for _, node in found for name in _keys(node, "properties")}
+        unnamed: list[Place] = []
+        items: list[Place] = []
+        for path, node in found:
+            declared = dict(_members(node.get("properties", {})))
+            matching = [
+                Place(f"{path}/patternProperties/{_escaped(name)}", part)
+                for name, part in _members(node.get("patternProperties", {}))
+            ]
+            rest = [Place(f"{path}/{key}", _node(node[key])) for key in ["additionalProperties"] if key in node]
+            unnamed += matching + rest
+            for name, group in named.items():
+                own = [Place(f"{path}/properties/{_escaped(name)}", declared[name])] if name in declared else rest
+                group += own + matching
+            items += [Place(f"{path}/prefixItems/{i}", x) for i, x in enumerate(_nodes(node.get("prefixItems", [])))]
+            items += [Place(f"{path}/items", _node(node[key])) for key in ["items"] if key in node]
+        return [*named.values(), unnamed, *([[item] for item in items] if len(found) == 1 else [items])]
+
+
+def _keys(node: dict[str, object], keyword: str) -> Iterable[str]:
+    return (name for name, _ in _members(node.get(keyword, {})))
+
+
+def _longest_path(nodes: Mapping[str, Node], depths: Mapping[str, int]) -> int:
+    """Upper bound of the levels along a path of references that comes nowhere twice."""
+    targets = {name: set(_references(node)) for name, node in nodes.items()}
+    reached: dict[str, set[str]] = {}
+    for name in nodes:
+        seen, todo = set[str](), [name]
+        while todo:
+            for target in targets[todo.pop()] - seen:
+                seen.add(target)
+                todo.append(target)
+        reached[name] = seen
+    rings = {name: frozenset({name, *(x for x in seen if name in reached[x])}) for name, seen in reached.items()}
+    lengths: dict[frozenset[str], int] = {}
+
+    def order(
+        ring: frozenset[str],
+    ) -> tuple[int, bool]:  # what is reached comes first, and a ring before what enters it
+        name = min(ring)
+        return len(reached[name]), name not in reached[name]
+
+    for ring in sorted(set(rings.values()), key=order):
+        beyond = {rings[target] for name in ring for target in targets[name]} - {ring}
+        lengths[ring] = sum(depths[name] for name in ring) + max((lengths[other] for other in beyond), default=0)
+    return lengths[rings[""]]
 
 
 def _finite(defs: Mapping[str, Place]) -> set[str]:

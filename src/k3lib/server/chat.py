@@ -204,7 +204,7 @@ def _system(kind: str, text: str) -> Iterator[Segment]:
 
 def _fenced(value: object, param: str) -> str:
     try:
-        text = json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+        text = json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ChatFormatError(f"{param} is not plain JSON: {error}", param=param) from error
     return f"```json\n{text}\n```"

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from k3lib.cache.costs import Strategy  # noqa: TC001 - tyro reads it
 from k3lib.errors import ConfigError, K3Error
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Callable
 
-    from k3lib.model import KimiK3ForCausalLM
-    from k3lib.server.tokenizer import Tokenizer
+    from k3lib.config import KimiK3Config
 
 __all__ = ["main", "serve"]
 
+# without it, tyro would make a subcommand of the pools in EngineConfig, which flags derive
+SERVE_OPTIONS = (tyro.conf.AvoidSubcommands,)
+
 DType = Literal["auto", "float32", "bfloat16"]
-BUILT_IN = "tiny"  # the served name of the built-in model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +79,12 @@ class Generate:
     """auto: as stored; float32 on a CPU for the built-in model."""
     layers: int | None = None
     """Run only the first so many layers."""
+    resident_experts: int | None = None
+    """Hold so many routed experts of each layer in memory and read the others from their files when needed."""
 
     def run(self) -> int:
         from k3lib.engine import Engine, SamplingParams
+        from k3lib.server.loading import load_model, tokenizer_for
         from k3lib.server.tokenizer import IncrementalDecoder
 
         if (self.prompt is None) == (not self.ids):
@@ -93,12 +97,18 @@ class Generate:
             seed=self.seed,
             ignore_eos=self.ignore_eos,
         )
-        model = _load(self.model_path, dtype=self.dtype, device=self.device, layers=self.layers)
+        model = load_model(
+            self.model_path,
+            dtype=self.dtype,
+            device=self.device,
+            layers=self.layers,
+            resident_experts=self.resident_experts,
+        )
         engine = Engine(model)
         if self.prompt is None:
             print(*engine.stream(list(self.ids), params))
             return 0
-        tok = _tokenizer(self.model_path, self.tokenizer_path, model)
+        tok = tokenizer_for(self.model_path, self.tokenizer_path, model)
         decoder = IncrementalDecoder(tok)
         for token in engine.stream(tok.encode(self.prompt, allow_special=True), params):
             print(decoder.push([token]), end="", flush=True)
@@ -158,6 +168,192 @@ class Inspect:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Split the memory of a device between state slots and tokens, and say where each number comes from."""
+
+    model_path: str | None = None
+    """Folder or hub name (only config.json is read); the built-in tiny model if left out."""
+    rest_gib: float | None = None
+    """Memory of one rank for both pools; or give the next three."""
+    gpu_memory_gib: float | None = None
+    """Memory of one rank before the weights are loaded."""
+    weights_gib: float | None = None
+    """What the weights of one rank take, those of the draft included."""
+    mem_fraction_static: float | None = None
+    """Share for weights and pools; default: goes by memory and layout."""
+    language_only: bool = False
+    """Keep nothing for images."""
+    tp_size: int = 1
+    """Tensor-parallel ranks."""
+    dp_size: int = 1
+    """Workers that share these ranks for attention, each with pools of its own."""
+    dcp_size: int = 1
+    """Ranks of a worker that share the tokens."""
+    pp_size: int = 1
+    """Pipeline stages."""
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8_e4m3", "float32"] = "auto"
+    """Of the latent KV; auto: that of the activations."""
+    mamba_ssm_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the recurrent state."""
+    mamba_radix_cache_strategy: Strategy = "auto"
+    """How many slots a request may hold; auto: extra_buffer."""
+    disable_radix_cache: bool = False
+    """Keep nothing for later requests."""
+    disable_overlap_schedule: bool = False
+    """One step at a time: a snapshot less a request."""
+    skip_decode_lock: bool = False
+    """Let go of the checkpoint a request started from: a slot less a request."""
+    disaggregation_mode: Literal["null", "prefill", "decode"] = "null"
+    """Role of the server."""
+    mamba_full_memory_ratio: float | None = None
+    """Bytes of states over bytes of tokens; default 0.9."""
+    tokens_per_request: float | None = None
+    """Mean prompt plus output: computes the ratio at which both pools run out together."""
+    max_mamba_cache_size: int | None = None
+    """State slots of all workers, in place of a ratio."""
+    max_running_requests: int | None = None
+    """Of all workers; default: estimated, 48 with speculation."""
+    max_total_tokens: int | None = None
+    """Most token rows of a rank."""
+    page_size: int | None = None
+    """Tokens a page; default 64."""
+    context_length: int | None = None
+    """Longest prompt plus output; default: the model's positions."""
+    speculative_algorithm: Literal["DSPARK"] | None = None
+    """Plan for a draft."""
+    speculative_draft_model_path: str | None = None
+    """Folder or hub name of the draft (only config.json is read); default: 1400 bytes a token, blocks of 7."""
+    speculative_dspark_block_size: int | None = None
+    """Tokens a draft proposes; default: the draft's."""
+    enable_linear_replayssm_spec: bool = False
+    """Undo rejected tokens by replaying, not by keeping the state after each."""
+    linear_replayssm_cache_len: int | None = None
+    """Inputs recorded a slot for that; default 16."""
+
+    def run(self) -> int:
+        from k3lib.cache.sizing import plan_memory
+        from k3lib.checkpoint import Folder
+        from k3lib.config import KimiK3Config
+
+        config = (
+            KimiK3Config.tiny() if self.model_path is None else KimiK3Config.from_hf(Folder(self.model_path).config())
+        )
+        window, draft_cell = self._draft(config)
+        plan = plan_memory(
+            config,
+            rest_bytes=self._rest(config, window),
+            role=self.disaggregation_mode,
+            mamba_full_memory_ratio=self._ratio(config, window, draft_cell),
+            verify_window=window,
+            replayssm_cache_len=self.linear_replayssm_cache_len,
+            max_running_requests=self.max_running_requests,
+            max_mamba_cache_size=self.max_mamba_cache_size,
+            max_total_tokens=self.max_total_tokens,
+            page_size=self.page_size,
+            context_length=self.context_length,
+            draft_cell_bytes=draft_cell,
+            **self._shared(),
+        )
+        print(plan)
+        for warning in plan.warnings:
+            print(f"warning: {warning}")
+        return 0
+
+    def _shared(self) -> dict[str, Any]:
+        """What the plan and the ratio are both asked with."""
+        return {
+            "tp_size": self.tp_size,
+            "dp_size": self.dp_size,
+            "dcp_size": self.dcp_size,
+            "pp_size": self.pp_size,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "mamba_ssm_dtype": self.mamba_ssm_dtype,
+            "mamba_radix_cache_strategy": self.mamba_radix_cache_strategy,
+            "disable_radix_cache": self.disable_radix_cache,
+            "disable_overlap_schedule": self.disable_overlap_schedule,
+            "skip_decode_lock": self.skip_decode_lock,
+            "speculative": self.speculative_algorithm is not None,
+            "replayssm_spec": self.enable_linear_replayssm_spec,
+        }
+
+    def _draft(self, config: KimiK3Config) -> tuple[int | None, int | None]:
+        """Verify window, and draft KV of a token; None where nobody said."""
+        from k3lib.cache.costs import attention_width, draft_bytes_per_token, itemsize_of, text_of
+        from k3lib.checkpoint import Folder
+        from k3lib.config import DraftConfig
+
+        path, block_size = self.speculative_draft_model_path, self.speculative_dspark_block_size
+        if self.speculative_algorithm is None:
+            for flag, value in (("draft-model-path", path), ("dspark-block-size", block_size)):
+                if value is not None:
+                    raise ConfigError(f"--speculative-{flag} {value} needs --speculative-algorithm DSPARK")
+            return None, None
+        cell = None
+        if path is not None:
+            draft = DraftConfig.from_hf(Folder(path).config())
+            text, activations = text_of(config, None)
+            width = attention_width(text, self.tp_size, self.dp_size, self.dcp_size)
+            itemsize = itemsize_of("kv_cache_dtype", self.kv_cache_dtype, auto=activations)
+            cell = draft_bytes_per_token(draft, itemsize=itemsize, tp_size=width)
+            block_size = draft.block_size if block_size is None else block_size
+        return None if block_size is None else block_size + 1, cell
+
+    def _rest(self, config: KimiK3Config, window: int | None) -> float:
+        """Bytes for both pools."""
+        from k3lib.cache.sizing import DEFAULT_WINDOW, GIB, IMAGE_BYTES, default_mem_fraction, rest_from_memory
+
+        before, weights, fraction = self.gpu_memory_gib, self.weights_gib, self.mem_fraction_static
+        if self.rest_gib is not None and (before, weights, fraction) == (None, None, None):
+            return self.rest_gib * GIB
+        if self.rest_gib is not None or before is None or weights is None:
+            raise ConfigError("plan: give either --rest-gib or --gpu-memory-gib and --weights-gib")
+        if not 0 <= weights < before:
+            raise ConfigError(f"--weights-gib {weights} must lie between 0 and --gpu-memory-gib {before}")
+        vision = None if self.language_only else config.vision
+        origin = "default" if fraction is None else "given"
+        if fraction is None:
+            fraction = default_mem_fraction(
+                before * GIB,
+                tp_size=self.tp_size,
+                pp_size=self.pp_size,
+                dp_size=self.dp_size,
+                role=self.disaggregation_mode,
+                max_running_requests=self.max_running_requests,
+                verify_window=1 if self.speculative_algorithm is None else window or DEFAULT_WINDOW,
+                vision=vision,
+            )
+        images = IMAGE_BYTES if vision is not None else 0
+        rest = rest_from_memory((before - weights) * GIB, before * GIB, fraction, images)
+        print(f"mem_fraction_static {fraction:.3f} ({origin}): {rest / GIB:.2f} of {before:g} GiB for both pools")
+        return rest
+
+    def _ratio(self, config: KimiK3Config, window: int | None, draft_cell: int | None) -> float | None:
+        """The ratio to plan with: the given one, that of the mean request, or None."""
+        from k3lib.cache.sizing import DEFAULT_WINDOW, ratio_terms
+
+        if self.tokens_per_request is None:
+            return self.mamba_full_memory_ratio
+        if self.max_mamba_cache_size is not None:
+            raise ConfigError("plan: --tokens-per-request computes a ratio, and --max-mamba-cache-size replaces it")
+        terms = ratio_terms(
+            config,
+            dspark_block_size=(DEFAULT_WINDOW if window is None else window) - 1,
+            disaggregation_mode=self.disaggregation_mode,
+            avg_request_length=self.tokens_per_request,
+            draft_cell_bytes=draft_cell,
+            **self._shared(),
+        )
+        print(
+            f"--mamba-full-memory-ratio {terms.flag}: {terms.S + terms.D} states of {terms.state_bytes:,} bytes for "
+            f"{self.tokens_per_request:g} tokens of {terms.kv_bytes_per_token_per_rank:,.0f}"
+        )
+        if self.mamba_full_memory_ratio is None:
+            return float(terms.flag)
+        print(f"warning: --mamba-full-memory-ratio {self.mamba_full_memory_ratio:g} was given and is used instead")
+        return self.mamba_full_memory_ratio
+
+
+@dataclass(frozen=True, kw_only=True)
 class Doctor:
     """Say what is installed, which kernels would run, and what would fail and why."""
 
@@ -168,120 +364,19 @@ class Doctor:
         return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Serve:
-    """Serve a model over HTTP with OpenAI's API. Without a model: the built-in tiny one, on the CPU."""
-
-    model_path: str | None = None
-    """Folder or hub name; the built-in tiny model if left out."""
-    tokenizer_path: str | None = None
-    """Folder with tiktoken.model, or "bytes"; default: the model folder."""
-    served_model_name: str | None = None
-    """Name in the API; default: the model path."""
-    host: str = "127.0.0.1"
-    """Address to listen on."""
-    port: int = 30000
-    """Port to listen on."""
-    dtype: DType = "auto"
-    """auto: as stored; float32 on a CPU for the built-in model."""
-    device: str | None = None
-    """Default: the accelerator if there is one."""
-    context_length: int | None = None
-    """Longest prompt plus output; default: the model's positions."""
-    chunked_prefill_size: int = 2048
-    """Most prompt tokens of one prefill step."""
-    max_running_requests: int | None = None
-    """Requests in flight; default 16, fewer if memory is short."""
-    strict_backends: bool = False
-    """Refuse the slow reference on an accelerator."""
-
-    def run(self) -> int:
-        import uvicorn
-
-        from k3lib.engine import AsyncEngine, Engine, EngineConfig
-        from k3lib.engine.engine import decisions
-        from k3lib.server.app import create_app
-
-        config = EngineConfig(
-            context_length=self.context_length,
-            chunked_prefill_size=self.chunked_prefill_size,
-            max_running_requests=self.max_running_requests,
-            strict_backends=self.strict_backends,
-        )
-        model = _load(self.model_path, dtype=self.dtype, device=self.device)
-        tok = _tokenizer(self.model_path, self.tokenizer_path, model)
-        engine = Engine(model, config)
-        logging.getLogger(__name__).info("kernels\n%s", decisions(model))
-        name = self.served_model_name or self.model_path or BUILT_IN
-        gc.collect()
-        gc.freeze()  # the model lives as long as the process; do not walk it again and again
-        runner = AsyncEngine(engine)
-        app = create_app(runner, tok, model_name=name, max_model_len=engine.context_length)
-        print(f"serving {name} on http://{self.host}:{self.port}", flush=True)
-        try:
-            uvicorn.run(app, host=self.host, port=self.port, log_level="warning")
-        finally:
-            runner.close()
-        return 0
-
-
-def _device(asked: str | None, *, built_in: bool) -> str:
-    from k3lib.ops.target import Target
-
-    if asked is not None:
-        return asked
-    platform = "cpu" if built_in else Target.detect().platform
-    return "cuda" if platform == "rocm" else platform
-
-
-def _load(path: str | None, *, dtype: DType, device: str | None, layers: int | None = None) -> KimiK3ForCausalLM:
-    import torch
-
-    from k3lib.model import KimiK3ForCausalLM
-
-    where = _device(device, built_in=path is None)
-    wanted: torch.dtype | None = None if dtype == "auto" else getattr(torch, dtype)
-    if path is not None:
-        some = None if layers is None else range(layers)
-        return KimiK3ForCausalLM.from_pretrained(path, dtype=wanted, device=where, layers=some)
-    if layers is not None:
-        raise ConfigError("--layers needs --model-path")
-    from k3lib.server.tiny import tiny_model
-
-    return tiny_model(dtype=wanted or (torch.float32 if where == "cpu" else torch.bfloat16)).to(where)
-
-
-def _tokenizer(model_path: str | None, asked: str | None, model: KimiK3ForCausalLM) -> Tokenizer:
-    from k3lib.checkpoint import Folder
-    from k3lib.server.tokenizer import load_tokenizer
-
-    if asked is not None or model_path is None:
-        return load_tokenizer(asked)
-    ranks = Folder(model_path).file("tiktoken.model")
-    if ranks.exists():
-        return load_tokenizer(ranks.parent)
-    bytes_tokenizer = load_tokenizer()
-    if model.config.text.vocab_size == bytes_tokenizer.vocab_size:
-        return bytes_tokenizer
-    raise ConfigError(
-        f"{model_path} has no tiktoken.model and a vocabulary of {model.config.text.vocab_size}; give --tokenizer-path"
-    )
-
-
 Command = (
     Annotated[MakeTiny, tyro.conf.subcommand("make-tiny")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Explain, tyro.conf.subcommand("explain")]
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
+    | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
 
 
-def _run(command: MakeTiny | Generate | Explain | Inspect | Doctor | Serve) -> int:
-    level = os.environ.get("K3LIB_LOG", "info" if isinstance(command, Serve) else "warning")
-    logging.basicConfig(level=level.upper(), format="%(levelname)s %(name)s: %(message)s")
+def _run(run: Callable[[], int]) -> int:
     try:
-        status = command.run()
+        status = run()
         sys.stdout.flush()
     except K3Error as error:
         print(f"error: {error}", file=sys.stderr)
@@ -297,9 +392,24 @@ def _run(command: MakeTiny | Generate | Explain | Inspect | Doctor | Serve) -> i
 
 def main() -> None:
     """Run `k3lib`."""
-    sys.exit(_run(tyro.cli(Command, prog="k3lib", description="Kimi-K3 in modular PyTorch.")))
+    command = tyro.cli(Command, prog="k3lib", description="Kimi-K3 in modular PyTorch.")
+    level = os.environ.get("K3LIB_LOG", "warning")
+    logging.basicConfig(level=level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    sys.exit(_run(command.run))
 
 
 def serve() -> None:
     """Run `k3lib-serve`."""
-    sys.exit(_run(tyro.cli(Serve, prog="k3lib-serve")))
+    sys.exit(_run(_serve))
+
+
+def _serve() -> int:
+    from k3lib.server.config import ServeConfig
+    from k3lib.server.logs import configure_logs
+
+    config = tyro.cli(ServeConfig, prog="k3lib-serve", config=SERVE_OPTIONS)
+    configure_logs(config.network.log_level or os.environ.get("K3LIB_LOG", "info"), config.network.log_format)
+
+    from k3lib.server.serve import run_server
+
+    return run_server(config)

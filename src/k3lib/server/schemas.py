@@ -2,21 +2,35 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt
+from pydantic import BaseModel, ConfigDict, Field, RootModel, StrictBool, StrictInt
+from typing_extensions import NotRequired, TypedDict
 
 from k3lib.errors import RequestError
 
 __all__ = [
+    "AbortRequest",
+    "ChatAnswer",
     "ChatChoice",
     "ChatChunk",
     "ChatChunkChoice",
     "ChatCompletion",
+    "ChatLogprobs",
     "ChatMessage",
     "ChatRequest",
+    "CommonRequest",
     "Completion",
+    "CompletionAnswer",
     "CompletionChoice",
+    "CompletionLogprobs",
     "CompletionRequest",
+    "DetokenizeRequest",
+    "ErrorAnswer",
     "ErrorBody",
+    "ErrorResponse",
+    "GenerateParams",
+    "GenerateRequest",
+    "TokenizeRequest",
+    "UpdateWeightsRequest",
     "Usage",
 ]
 
@@ -25,6 +39,11 @@ Finish = Literal["stop", "length", "tool_calls"]
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MAX_STOP_IDS = 1024
+MAX_BIASES = 4096
+MAX_PROMPTS = 2048  # answers of one request: prompts times n
+MAX_TOP = 20
+MAX_RID = 256
 
 # Fields of other servers that change nothing here.
 IGNORED = frozenset(
@@ -35,51 +54,75 @@ IGNORED = frozenset(
         "service_tier",
         "safety_identifier",
         "prompt_cache_key",
-        "request_id",
-        "rid",
+        "prompt_cache_retention",
+        "spaces_between_special_tokens",
     }
 )
 
 # Fields that this version does not have, and the values that ask for nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "best_of": (1,),
     "suffix": ("",),
     "functions": ([],),
     "modalities": (["text"],),
     "separate_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "no_stop_trim": (False,),
+    "return_hidden_states": (False,),
 }
+
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Natural = Annotated[int, Field(strict=True, ge=0)]
+RequestId = Annotated[str, Field(pattern="^[!-~]+$", max_length=MAX_RID)]  # goes into a header
+Seconds = Annotated[Number, Field(gt=0, le=1e7)]
+Biases = Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)]
+StopIds = Annotated[list[Natural], Field(max_length=MAX_STOP_IDS)]
+Penalty = Annotated[Number, Field(ge=-2, le=2)]
 
 
 class StreamOptions(BaseModel):
     """What a stream carries besides the answer."""
 
-    include_usage: bool | None = None
+    include_usage: StrictBool | None = None
+    continuous_usage_stats: StrictBool | None = None
 
 
-class CommonRequest(BaseModel):
-    """Fields that both completion endpoints share. An explicit null means absent."""
+class OpenRequest(BaseModel):
+    """A request that may have fields this version does not know."""
 
     model_config = ConfigDict(extra="allow")
 
-    model: str
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    seed: int | None = None
+    def refuse_unsupported(self) -> None:
+        """Raise RequestError for a field that would have to change the answer but cannot."""
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in IGNORED:
+                continue
+            if name not in NEUTRAL:
+                raise RequestError(f"unknown field {name[:80]!r}", param=name[:80])
+            if not any(_is_same(value, neutral) for neutral in NEUTRAL[name]):
+                raise RequestError(
+                    f"{name}={str(value)[:80]} is not supported by this version; leave it out or "
+                    f"send {NEUTRAL[name][0]!r}",
+                    param=name,
+                )
+
+
+class Sampling(OpenRequest):
+    """How to choose tokens; what all endpoints that generate have in common. An explicit null means absent."""
+
+    temperature: Annotated[Number, Field(ge=0)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(strict=True, ge=-1)] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
+    logit_bias: Biases | None = None
+    seed: StrictInt | None = None
+    n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] | None = None
     stop: str | list[str] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    ignore_eos: bool | None = None
+    stop_token_ids: StopIds | None = None
+    ignore_eos: StrictBool | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -92,27 +135,43 @@ class CommonRequest(BaseModel):
         return stops
 
     @property
+    def biases(self) -> dict[int, float] | None:
+        """The values of `logit_bias` by token id."""
+        if not self.logit_bias:
+            return None
+        bad = next((key for key in self.logit_bias if not (key.isascii() and key.isdigit())), None)
+        if bad is not None:
+            raise RequestError(f"logit_bias maps token ids to values, got the key {bad[:80]!r}", param="logit_bias")
+        return {int(key): value for key, value in self.logit_bias.items()}
+
+
+class CommonRequest(Sampling):
+    """Fields that both completion endpoints share."""
+
+    model: str
+    max_tokens: Natural | None = None
+    min_tokens: Natural | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    priority: StrictInt | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_RID)] | None = None
+    timeout: Seconds | None = None
+    rid: RequestId | None = None
+    request_id: RequestId | None = None
+
+    @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def refuse_unsupported(self) -> None:
-        """Raise RequestError for a field that would have to change the answer but cannot."""
-        for name, value in (self.model_extra or {}).items():
-            if value is None or name in IGNORED:
-                continue
-            if name not in NEUTRAL:
-                raise RequestError(f"unknown field {name!r}", param=name)
-            if not any(_is_same(value, neutral) for neutral in NEUTRAL[name]):
-                raise RequestError(
-                    f"{name}={str(value)[:80]} is not supported by this version; leave it out or "
-                    f"send {NEUTRAL[name][0]!r}",
-                    param=name,
-                )
+    @property
+    def always_includes_usage(self) -> bool:
+        """Whether every chunk of a stream carries the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
-class ChatRequest(CommonRequest):
-    """Body of `POST /v1/chat/completions`.
+class ChatFields(BaseModel):
+    """What decides the prompt of a chat.
 
     Messages and tools stay as received: the prompt repeats the client's own text.
     """
@@ -120,24 +179,108 @@ class ChatRequest(CommonRequest):
     messages: list[Object]
     tools: list[Object] | None = None
     tool_choice: str | Object | None = None
-    parallel_tool_calls: bool | None = None
-    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    parallel_tool_calls: StrictBool | None = None
     reasoning_effort: str | None = None
     thinking: Object | None = None
     chat_template_kwargs: Object | None = None
     response_format: Object | None = None
-    continue_final_message: bool | None = None
-    add_generation_prompt: bool | None = None
+    continue_final_message: StrictBool | None = None
+    add_generation_prompt: StrictBool | None = None
+
+
+class ChatRequest(ChatFields, CommonRequest):
+    """Body of `POST /v1/chat/completions`."""
+
+    max_completion_tokens: Natural | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_TOP)] | None = None
+    skip_special_tokens: StrictBool | None = None
+
+    @property
+    def num_top(self) -> int:
+        """How many of the best tokens to name at each place."""
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        return self.top_logprobs or 0
 
 
 class CompletionRequest(CommonRequest):
     """Body of `POST /v1/completions`."""
 
     prompt: str | list[StrictInt] | list[str] | list[list[StrictInt]]
-    echo: bool | None = None
+    echo: StrictBool | None = None
+    logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_TOP)] | None = None
+    skip_special_tokens: StrictBool | None = None
 
 
-class ErrorBody(BaseModel):
+class TokenizeRequest(BaseModel):
+    """Body of `POST /tokenize`: a raw prompt, or the fields of a chat."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    prompt: str | list[str] | None = None
+    messages: list[Object] | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """Body of `POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[StrictInt] | list[list[StrictInt]]
+
+
+class GenerateParams(Sampling):
+    """`sampling_params` of `POST /generate`."""
+
+    max_new_tokens: Natural | None = None
+    min_new_tokens: Natural | None = None
+    skip_special_tokens: StrictBool | None = None
+    json_schema: str | Object | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+
+class GenerateRequest(OpenRequest):
+    """Body of `POST /generate`."""
+
+    text: str | list[str] | None = None
+    input_ids: list[StrictInt] | list[list[StrictInt]] | None = None
+    sampling_params: GenerateParams | list[GenerateParams] | None = None
+    rid: RequestId | None = None
+    stream: StrictBool | None = None
+    return_logprob: StrictBool | None = None
+    logprob_start_len: Annotated[int, Field(strict=True, ge=-1)] | None = None
+    top_logprobs_num: Annotated[int, Field(strict=True, ge=0, le=MAX_TOP)] | None = None
+    return_text_in_logprobs: StrictBool | None = None
+    priority: StrictInt | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_RID)] | None = None
+    timeout: Seconds | None = None
+    image_data: object | None = None
+
+
+class AbortRequest(BaseModel):
+    """Body of `POST /abort_request`."""
+
+    rid: str | None = None
+    request_id: str | None = None
+    abort_all: StrictBool | None = None
+
+
+class UpdateWeightsRequest(BaseModel):
+    """Body of `POST /update_weights`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model_path: Annotated[str, Field(min_length=1)]
+    revision: str | None = None
+    keep_cache: StrictBool = False
+
+
+# Responses are plain dictionaries: they are made for every token of a stream.
+
+
+class ErrorBody(TypedDict):
     """The inner object of an error response."""
 
     message: str
@@ -146,52 +289,93 @@ class ErrorBody(BaseModel):
     code: str | None
 
 
-class Usage(BaseModel):
+class ErrorResponse(TypedDict):
+    """Every error, whatever the endpoint."""
+
+    error: ErrorBody
+
+
+class CompletionDetails(TypedDict):
+    """What the generated tokens were."""
+
+    reasoning_tokens: int
+
+
+class PromptDetails(TypedDict):
+    """How much of the prompt was not computed, and whose KV and state were found."""
+
+    cached_tokens: int
+    cached_kv_tokens: NotRequired[int]
+    cached_state_tokens: NotRequired[int]
+
+
+class Usage(TypedDict):
     """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    completion_tokens_details: dict[str, int] | None = None
-    prompt_tokens_details: dict[str, int] | None = None
+    completion_tokens_details: NotRequired[CompletionDetails]
+    prompt_tokens_details: NotRequired[PromptDetails]
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(TypedDict):
     """Name and arguments of a tool call."""
 
     name: str
     arguments: str
 
 
-class MessageToolCall(BaseModel):
+class MessageToolCall(TypedDict):
     """A tool call of a message; a streamed one has an index."""
 
-    index: int | None = None
+    index: NotRequired[int]
     id: str
     type: Literal["function"]
     function: FunctionCall
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(TypedDict, total=False):
     """The answer of the model, or a part of it in a stream."""
 
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    refusal: None = None
-    tool_calls: list[MessageToolCall] | None = None
+    role: Literal["assistant"]
+    content: str | None
+    reasoning_content: str | None
+    refusal: None
+    tool_calls: list[MessageToolCall]
 
 
-class ChatChoice(BaseModel):
+class ChatTokenTop(TypedDict):
+    """A token and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatToken(ChatTokenTop):
+    """A generated token, and the best tokens of its place."""
+
+    top_logprobs: list[ChatTokenTop]
+
+
+class ChatLogprobs(TypedDict):
+    """Log-probabilities of an answer, or of a part of it in a stream: one entry a generated token."""
+
+    content: list[ChatToken]
+    refusal: None
+
+
+class ChatChoice(TypedDict):
     """One answer."""
 
     index: int
     message: ChatMessage
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: Finish
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(TypedDict):
     """Response of `POST /v1/chat/completions`."""
 
     id: str
@@ -202,16 +386,16 @@ class ChatCompletion(BaseModel):
     usage: Usage
 
 
-class ChatChunkChoice(BaseModel):
+class ChatChunkChoice(TypedDict):
     """News about one answer."""
 
     index: int
     delta: ChatMessage
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: Finish | None
 
 
-class ChatChunk(BaseModel):
+class ChatChunk(TypedDict):
     """One event of a streamed chat completion."""
 
     id: str
@@ -219,19 +403,28 @@ class ChatChunk(BaseModel):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
+    usage: NotRequired[Usage | None]
 
 
-class CompletionChoice(BaseModel):
+class CompletionLogprobs(TypedDict):
+    """Log-probabilities of a continuation, of its prompt too with `echo`; lists of equal length."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
     """One continuation, or a part of it in a stream."""
 
     index: int
     text: str
-    logprobs: None
+    logprobs: CompletionLogprobs | None
     finish_reason: Finish | None
 
 
-class Completion(BaseModel):
+class Completion(TypedDict):
     """Response of `POST /v1/completions`, and one event of its stream."""
 
     id: str
@@ -239,9 +432,23 @@ class Completion(BaseModel):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None
+    usage: NotRequired[Usage | None]
+
+
+# For the OpenAPI document.
+
+
+class ErrorAnswer(RootModel[ErrorResponse]):
+    """Every error, whatever the endpoint."""
+
+
+class ChatAnswer(RootModel[ChatCompletion]):
+    """Response of `POST /v1/chat/completions`."""
+
+
+class CompletionAnswer(RootModel[Completion]):
+    """Response of `POST /v1/completions`."""
 
 
 def _is_same(value: object, neutral: object) -> bool:
-    # 0 and False ask for different things: logprobs=0 of /v1/completions wants log-probabilities.
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)

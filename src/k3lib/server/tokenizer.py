@@ -43,6 +43,7 @@ NAMED_SPECIAL = {
     255: "[PAD]",
 }
 STOP_OFFSETS = (2, 1, 9)
+BRACKET_OFFSETS = (3, 4, 5)
 
 PATTERN = "|".join(
     [
@@ -84,12 +85,14 @@ class Tokenizer:
         vocab_size: `n_base + 256`.
         special: name of each special token -> id.
         stop_ids: ids that end a turn, `<|end_of_msg|>` first.
+        hidden_ids: ids that `skip_special_tokens` leaves out of a text: the named ones but for the brackets.
     """
 
     def __init__(self, codec: Codec, base_bytes: Sequence[bytes], special_names: Mapping[int, str]) -> None:
         self.n_base = len(base_bytes)
         self.vocab_size = self.n_base + NUM_SPECIAL
         self.stop_ids = tuple(self.n_base + offset for offset in STOP_OFFSETS)
+        self.hidden_ids = frozenset(self.n_base + i for i in NAMED_SPECIAL if i not in BRACKET_OFFSETS)
         names = {i: special_name(self.n_base, i) for i in range(self.n_base, self.vocab_size)}
         names.update(special_names)
         self.special = {name: i for i, name in names.items()}

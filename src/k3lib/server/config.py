@@ -1,0 +1,113 @@
+"""The flags of `k3lib-serve`: names, defaults and help are those of the dataclasses below."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import tyro  # noqa: TC002 - tyro itself reads the annotations
+
+from k3lib.engine.config import EngineConfig
+from k3lib.errors import ConfigError
+from k3lib.server.logs import LogFormat  # noqa: TC001 - tyro reads it
+
+__all__ = ["ApiConfig", "CompatibilityConfig", "ModelConfig", "NetworkConfig", "ServeConfig"]
+
+DType = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which weights, and where they run."""
+
+    model_path: str | None = None
+    """Folder or hub name; the built-in tiny model if left out."""
+    revision: str | None = None
+    """Of a hub name."""
+    tokenizer_path: str | None = None
+    """Folder with tiktoken.model, or "bytes"; default: the model folder."""
+    served_model_name: str | None = None
+    """Name in the API; default: the model path."""
+    dtype: DType = "auto"
+    """Of the weights and activations; auto: as stored, float32 on a CPU for the built-in model."""
+    device: str | None = None
+    """Default: the accelerator if there is one."""
+    resident_experts: int | None = None
+    """Hold so many routed experts of each layer in memory and read the others from their files when needed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkConfig:
+    """Where to listen, and how to end."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 30000
+    """Port to listen on."""
+    drain_timeout: float = 30.0
+    """After SIGTERM or SIGINT: seconds for running requests to end; new ones get 503. A second signal ends at once."""
+    watchdog_timeout: float = 300.0
+    """End the process if one step of the engine takes so many seconds; 0 waits for ever."""
+    log_level: Literal["debug", "info", "warning", "error"] | None = None
+    """Default: K3LIB_LOG, or info."""
+    log_format: LogFormat = "text"
+    """json: one object a line."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be in 0..65535, got {self.port}")
+        for name in ("drain_timeout", "watchdog_timeout"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must be >= 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiConfig:
+    """Who may ask, and what."""
+
+    api_key: str | None = None
+    """Demand this bearer token; without, everybody who reaches the port may ask."""
+    admin_api_key: str | None = None
+    """Demand this one for flushing, new weights and aborting all; default: the API key."""
+    cors_origins: tuple[str, ...] = ()
+    """Let pages of these origins ask, e.g. http://localhost:3000; * is every page."""
+    max_body_bytes: int = 64 << 20
+    """Answer larger bodies with 413."""
+    allow_auto_truncate: bool = False
+    """Cut a prompt to its last tokens, or the answer, where they exceed the context, instead of refusing."""
+    log_requests: bool = False
+    """Write what is asked into the log, prompts included."""
+    moonshot_params: bool = False
+    """Refuse the sampling parameters that vendors of Moonshot's models must refuse."""
+
+    def __post_init__(self) -> None:
+        for name in ("api_key", "admin_api_key"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"{name} must not be empty")
+        if self.max_body_bytes < 1:
+            raise ConfigError(f"max_body_bytes must be >= 1, got {self.max_body_bytes}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompatibilityConfig:
+    """Flags of other servers that change nothing: what they turn on is always on."""
+
+    reasoning_parser: Literal["kimi_k3"] | None = None
+    """Reasoning is always parsed."""
+    tool_call_parser: Literal["kimi_k3"] | None = None
+    """Tool calls are always parsed."""
+    enable_metrics: bool = False
+    """/metrics is always there."""
+    enable_cache_report: bool = False
+    """Usage always says what was cached."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Serve a model over HTTP with OpenAI's API. Without a model: the built-in tiny one, on the CPU."""
+
+    model: tyro.conf.OmitArgPrefixes[ModelConfig] = field(default_factory=ModelConfig)
+    network: tyro.conf.OmitArgPrefixes[NetworkConfig] = field(default_factory=NetworkConfig)
+    api: tyro.conf.OmitArgPrefixes[ApiConfig] = field(default_factory=ApiConfig)
+    engine: tyro.conf.OmitArgPrefixes[EngineConfig] = field(default_factory=EngineConfig)
+    compatibility: tyro.conf.OmitArgPrefixes[CompatibilityConfig] = field(default_factory=CompatibilityConfig)

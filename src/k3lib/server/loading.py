@@ -1,0 +1,82 @@
+"""From what a command line names to a model and a tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from k3lib.checkpoint import Folder
+from k3lib.errors import ConfigError
+from k3lib.model import KimiK3ForCausalLM
+from k3lib.ops.target import Target
+from k3lib.server.tiny import tiny_model
+from k3lib.server.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["load_model", "tokenizer_for"]
+
+DType = Literal["auto", "float32", "bfloat16"]
+
+
+def _device(asked: str | None, *, built_in: bool) -> str:
+    if asked is not None:
+        return asked
+    platform = "cpu" if built_in else Target.detect().platform
+    return "cuda" if platform == "rocm" else platform
+
+
+def load_model(
+    path: str | None,
+    *,
+    dtype: DType = "auto",
+    device: str | None = None,
+    layers: int | None = None,
+    revision: str | None = None,
+    resident_experts: int | None = None,
+) -> KimiK3ForCausalLM:
+    """Load a checkpoint, or make the built-in tiny model.
+
+    Args:
+        path: folder or hub name; None is the tiny model.
+        dtype: auto keeps what is stored; the tiny model on a CPU has float32.
+        device: None is the accelerator if there is one; the tiny model stays on the CPU.
+        layers: run only the first so many.
+        revision: of a hub name.
+        resident_experts: see `KimiK3ForCausalLM.from_pretrained`.
+
+    Raises:
+        ConfigError: an option that needs a path.
+    """
+    where = _device(device, built_in=path is None)
+    wanted: torch.dtype | None = None if dtype == "auto" else getattr(torch, dtype)
+    if path is not None:
+        options: dict[str, Any] = {} if resident_experts is None else {"resident_experts": resident_experts}
+        some = None if layers is None else range(layers)
+        return KimiK3ForCausalLM.from_pretrained(
+            path, dtype=wanted, device=where, layers=some, revision=revision, **options
+        )
+    for flag, value in (("layers", layers), ("revision", revision), ("resident-experts", resident_experts)):
+        if value is not None:
+            raise ConfigError(f"--{flag} needs --model-path")
+    return tiny_model(dtype=wanted or (torch.float32 if where == "cpu" else torch.bfloat16)).to(where)
+
+
+def tokenizer_for(
+    model_path: str | None, asked: str | None, model: KimiK3ForCausalLM, *, revision: str | None = None
+) -> Tokenizer:
+    """Find the tokenizer of a model: the one that was asked for, the one beside the weights, or the one of bytes.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if asked is not None or model_path is None:
+        return load_tokenizer(asked)
+    ranks = Folder(model_path, revision=revision).file("tiktoken.model")
+    if ranks.exists():
+        return load_tokenizer(ranks.parent)
+    bytes_tokenizer = load_tokenizer()
+    if model.config.text.vocab_size == bytes_tokenizer.vocab_size:
+        return bytes_tokenizer
+    raise ConfigError(
+        f"{model_path} has no tiktoken.model and a vocabulary of {model.config.text.vocab_size}; give --tokenizer-path"
+    )
