@@ -60,11 +60,6 @@ class Tree:
         self.allocator.take_ops()
         self.allocator.close(lease, donate=False)
 
-    def fill(self) -> None:
-        """Insert until nothing is free."""
-        while self.allocator.pages.num_free and self.allocator.slots.num_free:
-            self.insert(self.tokens(PAGE))
-
 
 def microseconds(call: Callable[[list[int]], None], prompts: Sequence[list[int]]) -> float:
     """Median CPU time of one call."""
@@ -78,23 +73,25 @@ def microseconds(call: Callable[[list[int]], None], prompts: Sequence[list[int]]
 
 def measure(nodes: int, lengths: Sequence[int], repeats: int, *, events: bool) -> dict[tuple[str, int], float]:
     """Microseconds by operation and prompt length, in a tree of that many nodes."""
-    room = 2 * repeats * sum(-(-length // PAGE) for length in lengths)
-    tree = Tree(nodes, pages=room + PAGE, slots=8 * repeats * len(lengths), events=events)
+    pages = repeats * sum(-(-length // PAGE) for length in lengths)
+    tree = Tree(nodes, pages=pages + PAGE, slots=4 * repeats * len(lengths), events=events)
+    allocator, found = tree.allocator, {}
     gc.collect()
     gc.freeze()  # as k3lib-serve does
-    found = {}
     for length in lengths:
         prompts = [tree.tokens(length) for _ in range(repeats)]
         found["insert", length] = microseconds(tree.insert, prompts)
-        longer = [[*prompt, 0] for prompt in prompts]
-        found["match", length] = microseconds(tree.match, longer)
-    assert not tree.allocator.stats()["evicted_nodes"], "there was not enough room"
-    tree.fill()
-    for length in lengths:
-        prompts = [tree.tokens(length) for _ in range(repeats)]
-        found["evict", length] = microseconds(tree.insert, prompts)
-    assert tree.allocator.stats()["evicted_nodes"] > repeats, "nothing was evicted"
-    tree.allocator.check()
+        found["match", length] = microseconds(tree.match, [[*prompt, 0] for prompt in prompts])
+    assert not allocator.stats()["removed_pages"], "there was not enough room"
+    for what, pool, keep in (("evict a state", allocator.slots, 1), ("evict pages", allocator.pages, 0)):
+        held = pool.take(pool.num_free - keep)  # as if other requests had them
+        for length in lengths:
+            prompts = [tree.tokens(length) for _ in range(repeats)]
+            found[what, length] = microseconds(tree.insert, prompts)
+        pool.drop(held)
+    stats = allocator.stats()
+    assert min(stats["evicted_nodes"], stats["evicted_checkpoints"]) >= repeats, "nothing was evicted"
+    allocator.check()
     gc.unfreeze()
     return found
 
@@ -105,14 +102,14 @@ def tree(args: argparse.Namespace) -> None:
     small, large = min(args.nodes), max(args.nodes)
     short, long = min(args.lengths), max(args.lengths)
     print(f"microseconds a request, page {PAGE}, grid {GRID}, one prefill step; events: {args.events}")
-    print(f"{'':<8}{'tokens':>8}" + "".join(f"{n:>10} nodes" for n in args.nodes) + f"{large // small:>8}x nodes")
-    for name in ("match", "insert", "evict"):
+    print(f"{'':<16}{'tokens':>8}" + "".join(f"{n:>10} nodes" for n in args.nodes) + f"{large // small:>8}x nodes")
+    for name in ("match", "insert", "evict a state", "evict pages"):
         for length in args.lengths:
             times = [columns[n][name, length] for n in args.nodes]
             growth = columns[large][name, length] / columns[small][name, length]
-            print(f"{name:<8}{length:>8}" + "".join(f"{t:>16.1f}" for t in times) + f"{growth:>13.2f}x")
+            print(f"{name:<16}{length:>8}" + "".join(f"{t:>16.1f}" for t in times) + f"{growth:>13.2f}x")
         growths = [columns[n][name, long] / columns[n][name, short] for n in args.nodes]
-        print(f"{'':<8}{long // short:>7}x" + "".join(f"{g:>15.1f}x" for g in growths))
+        print(f"{'':<16}{long // short:>7}x" + "".join(f"{g:>15.1f}x" for g in growths))
 
 
 def main() -> None:

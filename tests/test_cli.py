@@ -92,6 +92,13 @@ def test_generate_from_ids_is_the_engines_greedy_output(k3lib, tiny):
     assert [int(i) for i in out.split()] == want.token_ids
 
 
+def test_generate_with_few_resident_experts_says_the_same(k3lib, tiny):
+    args = ("generate", "--model-path", tiny, "--ids", 1, 2, 3, "--max-new-tokens", 6, "--temperature", 0)
+    assert k3lib(*args, "--resident-experts", 4)[:2] == k3lib(*args)[:2]
+    status, _, err = k3lib("generate", "--ids", 1, "--resident-experts", 4)
+    assert (status, err) == (2, "error: --resident-experts needs --model-path\n")
+
+
 def test_generate_from_text_uses_the_bytes_tokenizer(k3lib, tiny):
     args = ("generate", "--model-path", tiny, "--prompt", "hello", "--max-new-tokens", 12, "--seed", 3)
     first, second = k3lib(*args), k3lib(*args)

@@ -273,7 +273,10 @@ class Simulation:
     def check_events(self):
         """A router knows exactly what is cached."""
         tree, allocator = self.allocator.tree, self.allocator
-        pages = {tree.name(node, end): end for node in tree.nodes() for end in tree.page_ends(node)}
+        pages = {}
+        for node in tree.nodes():
+            ends = tree.page_ends(node)
+            pages |= zip(tree.names(node, ends), ends, strict=True)
         states = {node.name: node.end for node in self.states().values()}
         for kind, size, want in (("page", self.size, pages), ("checkpoint", allocator.checkpoint_grid, states)):
             stored = self.router.stored[kind]

@@ -253,7 +253,9 @@ class LeaseMachine(RuleBasedStateMachine):
         lease, had = run.lease, self.sim.states()
         restores = {op.target for op in self.allocator.dump()["scheduled"] if op.kind in {"zero", "copy_slot"}}
         worth = self.keep_turn_ends or len(run.keys) == lease.cached_len
-        is_whole = run.step is None and run.keys and lease.slot not in restores
+        copies = {op.target for op in self.allocator.dump()["scheduled"] if op.kind == "copy_page"}
+        forgotten = lease._node is None and not copies.isdisjoint(lease.pages)
+        is_whole = run.step is None and run.keys and lease.slot not in restores and not forgotten
         self.sim.close(run, donate=donate)
         assert not lease.is_open
         if donate and is_whole and worth and lease.publishes:
@@ -813,11 +815,12 @@ def test_pages_of_a_discarded_lease_do_not_live_on_in_the_prefix_of_another():
     assert probe(sim, A[:6] + B[:7]) == (0, 0)
 
 
-def test_who_resumed_from_a_discarded_lease_goes_on_and_publishes_nothing():
-    sim = make()
-    bad = started(sim, A[:9])
-    heir, stranger = sim.open(A[:8] + B[:8]), sim.open(C[:8])
-    assert heir.lease.cached_len == 8
+@pytest.mark.parametrize(("length", "grid", "hit"), [(9, 4, 8), (4, 3, 3)], ids=["shares-pages", "has-only-copies"])
+def test_who_resumed_from_a_discarded_lease_goes_on_and_publishes_nothing(length, grid, hit):
+    sim = make(grid=grid)
+    bad = started(sim, A[:length])
+    heir, stranger = sim.open(A[:hit] + B[:8]), sim.open(C[:8])
+    assert heir.lease.cached_len == hit
     sim.issue()
     sim.discard(bad)
     assert (heir.lease.publishes, stranger.lease.publishes) == (False, True)
@@ -825,7 +828,8 @@ def test_who_resumed_from_a_discarded_lease_goes_on_and_publishes_nothing():
         prefill(sim, run)
         sim.close(run)
         sim.check()
-    assert (kept(sim, A[:8] + B), kept(sim, C)) == ([], [4, 8])
+    assert kept(sim, A[:hit] + B) == []
+    assert 8 in kept(sim, C)
 
 
 def test_a_discarded_lease_zeroes_its_slot_and_the_pages_that_nobody_else_holds():
@@ -912,15 +916,19 @@ def test_what_was_computed_counts_and_not_what_was_promised():
     assert probe(sim, [1, 1, 2, 2, 1, 1, 1]) == (6, 6)
 
 
-def test_a_state_that_was_not_yet_copied_is_not_kept():
+@pytest.mark.parametrize("slots", [1, 8], ids=["state-taken-over", "state-to-be-copied"])
+@pytest.mark.parametrize("hit", [8, 9], ids=["page-border", "inside-a-page"])
+def test_what_was_not_yet_copied_is_not_kept(slots, hit):
     """The tree forgot it, and the lease that was to get it closes."""
-    sim = make()
-    served(sim, A[:8])
+    sim = make(slots=slots)
+    served(sim, A[:hit])
     run = sim.open(A[:12])
+    assert run.lease.cached_len == hit
     sim.allocator.clear()
     sim.close(run)
     sim.check()
-    assert sim.allocator.tree.num_nodes == 0
+    # only where nothing had to be copied
+    assert kept(sim) == ([8] if (slots, hit) == (1, 8) else [])
 
 
 def test_an_unfinished_step_is_not_kept():

@@ -164,9 +164,8 @@ class TreeMachine(RuleBasedStateMachine):
             assert node.name == prefix_keys(tokens, [len(tokens)], namespace=space)[0]
             ends = self.tree.page_ends(node)
             assert ends == [n for n in range(node.start + 1, node.end + 1) if n % self.page_size == 0 or n == node.end]
-            assert [self.tree.name(node, n) for n in (node.start, *ends)] == prefix_keys(
-                tokens, [node.start, *ends], namespace=space
-            )
+            positions = [node.start, *ends]
+            assert [*self.tree.names(node, positions)] == prefix_keys(tokens, positions, namespace=space)
 
 
 class PageOfOne(TreeMachine):

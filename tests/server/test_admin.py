@@ -1,6 +1,7 @@
 """What operators learn of the real engine."""
 
 import asyncio
+import threading
 
 import httpx
 import pytest
@@ -9,6 +10,7 @@ from scripted import TOK
 
 from k3lib.cache import CacheConfig
 from k3lib.engine import AsyncEngine, Engine, EngineConfig, SamplingParams
+from k3lib.server import serve
 from k3lib.server.admin import reuse_obstacle
 from k3lib.server.app import create_app
 from k3lib.server.tiny import tiny_model
@@ -88,3 +90,26 @@ def test_a_step_that_fails_is_an_error_of_its_requests_only(model, monkeypatch):
     assert "ZeroDivision" not in broken.text
     assert healthy.status_code == 200
     engine.cache.check()
+
+
+@pytest.mark.parametrize(("hangs", "loads", "ends"), [(True, False, True), (True, True, False), (False, False, False)])
+def test_the_watchdog_ends_a_process_whose_engine_hangs(monkeypatch, caplog, hangs, loads, ends):
+    asked, ended = threading.Event(), threading.Event()
+
+    class Engine:
+        async def call(self, function):
+            await asyncio.sleep(60 if hangs else 0)
+
+    class Served:
+        @property
+        def is_loading(self):
+            asked.set()
+            return loads
+
+    monkeypatch.setattr(serve.os, "_exit", lambda status: ended.set())
+    monkeypatch.setattr(serve.faulthandler, "dump_traceback", lambda **_: None)
+    watchdog = serve._Watchdog(Engine(), Served(), 0.05)
+    assert asked.wait(5 if hangs else 0.3) == hangs
+    assert ended.wait(0.5) == ends
+    watchdog.stop()
+    assert ("takes more than 0.05 s" in caplog.text) == ends

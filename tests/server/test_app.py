@@ -242,7 +242,7 @@ def test_a_schema_that_is_not_strict_is_only_a_note():
 def test_images_are_refused():
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     body = {"messages": [{"role": "user", "content": [part]}]}
-    assert "does not accept images" in refused(chat(ScriptedEngine(), body), 400, "messages")
+    assert "does not accept images" in refused(chat(ScriptedEngine(), body), 400, "messages[0].content[0]")
 
 
 @pytest.mark.parametrize(
@@ -552,13 +552,25 @@ def test_the_name_of_a_request_is_its_id_and_cannot_be_taken_twice():
     assert complete(ScriptedEngine(), {"prompt": "x"}).json()["id"].startswith("cmpl-")
 
     async def twice():
-        async with client_of(ScriptedEngine()) as client:
-            body = {"model": MODEL, "messages": HI, "rid": "same"}
-            answers = await asyncio.gather(*(client.post("/v1/chat/completions", json=body) for _ in range(2)))
-            later = await client.post("/v1/chat/completions", json=body)
-        return sorted(answer.status_code for answer in [*answers, later])
+        started, released = asyncio.Event(), asyncio.Event()
 
-    assert asyncio.run(twice()) == [200, 200, 400]
+        class Held(ScriptedEngine):
+            async def generate(self, prompt_ids, params):
+                started.set()
+                await released.wait()
+                async for item in super().generate(prompt_ids, params):
+                    yield item
+
+        async with client_of(Held()) as client:
+            body = {"model": MODEL, "messages": HI, "rid": "same"}
+            first = asyncio.ensure_future(client.post("/v1/chat/completions", json=body))
+            await started.wait()
+            second = await client.post("/v1/chat/completions", json=body)
+            released.set()
+            answers = [await first, second, await client.post("/v1/chat/completions", json=body)]
+        return [answer.status_code for answer in answers]
+
+    assert asyncio.run(twice()) == [200, 400, 200]
 
 
 def test_a_timeout_ends_a_request():

@@ -316,9 +316,9 @@ class HybridAllocator:
         start, end = lease.length, lease.length + len(ids)
         lease.tokens += ids
         # what was computed counts, whatever the prompt said; but inside a media span ids say nothing
-        for i, promised in enumerate(lease._keys[start:end]):
-            if promised < 0:
-                keys[i] = promised
+        promised = lease._keys[start:end]
+        if promised and min(promised) < 0:
+            keys[: len(promised)] = array("q", [p if p < 0 else k for p, k in zip(promised, keys, strict=False)])
         lease._keys[start:end] = keys
         lease.in_flight = None
         saves, lease._saves = lease._saves, []
@@ -357,10 +357,10 @@ class HybridAllocator:
         if not lease.is_open:
             return
         self._check_open(lease)
-        dropped = self._drop_ops(lease)
+        dropped, node = self._drop_ops(lease), lease._node
         self._forget_saves(lease)
-        # a slot that was taken over needs no copy
-        restored = not dropped or (dropped == {"copy_page"} and lease.length == lease.cached_len)
+        # a slot that was taken over needs no copy, and goes back to a node that has its pages
+        restored = not dropped or (dropped == {"copy_page"} and node is not None and node.end == lease.length)
         whole = restored and lease.in_flight is None and lease.length > 0
         worth = self.keep_turn_ends or lease.length == lease.cached_len  # a state that was taken over goes back
         if donate and whole and worth and lease.publishes:
@@ -527,7 +527,7 @@ class HybridAllocator:
         upper = self.tree.split(child, shared)
         if upper.end % size:
             self.pages.keep(upper.pages[-1:])  # both halves list it
-            self._emit_page("store", upper, upper.end)
+            self._emit_cut(upper)
         return upper
 
     def _supersede(self, lease: Lease, node: Node, *, is_passing: bool) -> None:
@@ -658,8 +658,9 @@ class HybridAllocator:
             below += node.children.values()
             if node.slot is not None:
                 self._drop_state(node)
+        gone = set(below)
         for lease in self.leases.values():
-            if lease._node is not None and lease._node in below:
+            if lease._node is not None and lease._node in gone:
                 self._unlock(lease._node)
                 lease._node, lease.publishes = None, False
         for node in below[::-1]:
@@ -721,15 +722,23 @@ class HybridAllocator:
 
     def _emit_pages(self, action: Literal["store", "remove"], node: Node) -> None:
         ends = self.tree.page_ends(node)
-        for end in ends if action == "store" else reversed(ends):
-            self._emit_page(action, node, end)
+        self.counters[f"{action}d_pages"] += len(ends)
+        if self._listener is None:
+            return
+        events, parent = [], node.parent.name if node.parent is not None and node.start else None
+        for end, name in zip(ends, self.tree.names(node, ends), strict=True):
+            events.append(CacheEvent("page", action, "device", end, self.page_size, name, parent))
+            parent = name
+        for event in events if action == "store" else reversed(events):
+            self._listener(event)
 
-    def _emit_page(self, action: Literal["store", "remove"], node: Node, end: int) -> None:
-        self.counters[f"{action}d_pages"] += 1
+    def _emit_cut(self, upper: Node) -> None:
+        """The upper part of a run that was cut inside a page: its last page is one more."""
+        self.counters["stored_pages"] += 1
         if self._listener is not None:
-            begin = max(node.start, (end - 1) // self.page_size * self.page_size)
-            parent = self.tree.name(node, begin) if begin else None
-            self._listener(CacheEvent("page", action, "device", end, self.page_size, self.tree.name(node, end), parent))
+            begin = max(upper.start, (upper.end - 1) // self.page_size * self.page_size)
+            parent = next(self.tree.names(upper, [begin])) if begin else None
+            self._listener(CacheEvent("page", "store", "device", upper.end, self.page_size, upper.name, parent))
 
     @property
     def cached_pages(self) -> int:

@@ -262,10 +262,14 @@ class PrefixTree:
             ends.append(node.end)
         return ends
 
-    def name(self, node: Node, end: int) -> str:
-        """Name of the prefix that ends at `end`, inside a run or at its begin."""
+    def names(self, node: Node, ends: Sequence[int]) -> Iterator[str]:
+        """Names of the prefixes that end at ascending positions inside a run, or at its begin; in one pass."""
         assert node.parent is not None, "a root has no tokens"
-        return node.parent.hash.extended(node.key[: end - node.start]).name
+        running, begin = node.parent.hash, node.start
+        for end in ends:
+            running = running.extended(node.key[begin - node.start : end - node.start])
+            begin = end
+            yield running.name
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents first."""

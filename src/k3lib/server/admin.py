@@ -193,7 +193,7 @@ def _model_info(served: Served) -> Response:
             "is_generation": True,
             "max_model_len": served.max_model_len,
             "vocab_size": served.tok.vocab_size,
-            "has_image_understanding": False,
+            "has_image_understanding": served.images is not None,
         }
     )
 

@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 import k3lib
 from k3lib.server.admin import add_admin_routes
@@ -17,8 +17,10 @@ from k3lib.server.config import ApiConfig
 from k3lib.server.failures import add_error_handlers
 from k3lib.server.fast_json import load
 from k3lib.server.gate import Gate
+from k3lib.server.image_input import ImageReader
 from k3lib.server.metrics import Metrics
 from k3lib.server.native import answer_generate, detokenize, tokenize
+from k3lib.server.page import PAGE_HEADERS, page
 from k3lib.server.schemas import (
     ChatAnswer,
     ChatRequest,
@@ -45,6 +47,7 @@ def create_app(
     max_model_len: int,
     config: ApiConfig | None = None,
     info: Mapping[str, object] | None = None,
+    images: ImageReader | None = None,
 ) -> FastAPI:
     """Make the ASGI application.
 
@@ -58,6 +61,7 @@ def create_app(
         max_model_len: upper bound of prompt and generated tokens together.
         config: keys, limits and rules.
         info: what `/server_info` shows besides the state of the engine.
+        images: reads the images of requests; None, where no vision tower is loaded, refuses them.
 
     Returns:
         The app; `app.state.served` is what its requests share.
@@ -65,8 +69,11 @@ def create_app(
     app = FastAPI(title="k3lib", version=k3lib.__version__, docs_url=None, redoc_url=None)
     app.router.route_class = _Route
     config = config or ApiConfig()
-    served = Served(engine, tok, model_name, max_model_len, config, Metrics(model_name), info=dict(info or {}))
+    served = Served(
+        engine, tok, model_name, max_model_len, config, Metrics(model_name), info=dict(info or {}), images=images
+    )
     add_error_handlers(app)
+    _add_page(app)
     _add_model_routes(app, served)
     _add_generating_routes(app, served)
     add_admin_routes(app, served)
@@ -101,6 +108,13 @@ class _Route(APIRoute):
             return await handle(_JSONRequest(request.scope, request.receive))
 
         return handle_fast
+
+
+def _add_page(app: FastAPI) -> None:
+    @app.get("/", include_in_schema=False)
+    async def chat_page() -> Response:
+        """The chat page."""
+        return HTMLResponse(page(), headers=PAGE_HEADERS)
 
 
 def _add_model_routes(app: FastAPI, served: Served) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
 from k3lib.errors import RequestError
+from k3lib.server.image_parts import image_part
 from k3lib.server.tokenizer import IncrementalDecoder
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = [
     "parse_output",
     "parse_output_ids",
     "render_chat",
+    "with_ordered_results",
 ]
 
 logger = logging.getLogger(__name__)
@@ -121,7 +123,7 @@ def render_chat(  # noqa: PLR0913 - the options of the published encoder, one ke
     images = _Images(image_prompts)
     segments = [
         *_preamble(tools, thinking_effort if thinking else None),
-        *_history(_with_ordered_results(messages), thinking, images),
+        *_history(with_ordered_results(messages), thinking, images),
         *_notes(_has_tools(messages, tools), tool_choice, response_format),
     ]
     if add_generation_prompt:
@@ -468,8 +470,8 @@ def _skip_space(text: str, at: int) -> int:
     return at
 
 
-def _with_ordered_results(messages: Sequence[Message]) -> list[Message]:
-    """Sort each run of tool results by the calls they answer, if all of them name one."""
+def with_ordered_results(messages: Sequence[Message]) -> list[Message]:
+    """The messages in the order of the prompt: each run of tool results by the calls they answer, if all name one."""
     result: list[Message] = []
     calls: list[object] = []
     at = 0
@@ -522,13 +524,11 @@ def _api_content(content: object, where: str) -> object:
     if not isinstance(content, list):
         return content
     parts: list[object] = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in ("image", "image_url", "input_image"):
-            raise ChatFormatError(f"{where}: this version does not accept images ({kind!r} part)")
-        if kind not in ("text", "input_text"):
-            raise ChatFormatError(f"{where}: unsupported content type {kind!r}")
-        parts.append({**part, "type": "text"})
+    for index, part in enumerate(content):
+        if isinstance(part, Mapping) and part.get("type") in ("text", "input_text"):
+            parts.append({**part, "type": "text"})
+        else:
+            parts.append(image_part(part, f"{where}.content[{index}]"))
     return parts
 
 

@@ -10,8 +10,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from k3lib.errors import RequestError
 from k3lib.server.answers import Answer, count_usage
-from k3lib.server.chat import EFFORTS, OutputParser, check_messages, encode_segments, render_chat
+from k3lib.server.chat import (
+    EFFORTS,
+    OutputParser,
+    check_messages,
+    encode_segments,
+    render_chat,
+    with_ordered_results,
+)
 from k3lib.server.events import event, json_answer, stream
+from k3lib.server.image_input import expand_images
+from k3lib.server.image_parts import has_images, image_parts, refuse_images
 from k3lib.server.logprobs import chat_logprobs
 from k3lib.server.schemas import (
     ChatChoice,
@@ -37,10 +46,11 @@ if TYPE_CHECKING:
 
     from k3lib.server.answers import Run
     from k3lib.server.chat import Delta
+    from k3lib.server.image_input import ImageReader, OpenedImage, PromptImage
     from k3lib.server.served import Served
     from k3lib.server.tokenizer import Tokenizer
 
-__all__ = ["ChatPrompt", "answer_chat", "render_request"]
+__all__ = ["ChatPrompt", "answer_chat", "render_in_thread", "render_request"]
 
 
 class ChatPrompt(NamedTuple):
@@ -52,6 +62,8 @@ class ChatPrompt(NamedTuple):
         starts_thinking: the model begins inside the think channel.
         tools_active: tool calls are reported.
         calls_before: tool calls of earlier messages.
+        images: of the messages, in the order of the prompt.
+        positions: where the tokens of each begin.
     """
 
     ids: list[int]
@@ -59,14 +71,15 @@ class ChatPrompt(NamedTuple):
     starts_thinking: bool
     tools_active: bool
     calls_before: int
+    images: list[OpenedImage]
+    positions: list[int]
 
 
 async def answer_chat(served: Served, body: ChatRequest, http: Request) -> Response:
     """Answer a chat request."""
     served.check_model(body.model)
     body.refuse_unsupported()
-    # Rendering and encoding a long conversation takes long enough to stall other streams.
-    prompt = await asyncio.to_thread(render_request, body, served.tok)
+    prompt = await render_in_thread(served, body)
     wanted, limit_field = body.max_tokens, "max_tokens"
     if body.max_completion_tokens is not None:
         wanted, limit_field = body.max_completion_tokens, "max_completion_tokens"
@@ -85,11 +98,29 @@ async def answer_chat(served: Served, body: ChatRequest, http: Request) -> Respo
     ]
     rid = body.rid or body.request_id or new_rid("chatcmpl-")
     writer = _Writer(body, prompt._replace(billed_tokens=prompt.billed_tokens - len(prompt.ids) + len(ids)), rid)
-    run = served.start(answers, body, rid)
+    # after everything else that could refuse the request: pixels take time and memory
+    run = served.start(answers, body, rid, media=await _media(served, prompt, ids))
     if body.stream:
         return await stream(writer.events(run, http, parsers, served.tok), rid)
     await run.run(http)
     return json_answer(writer.completion(answers, parsers, served.tok), rid)
+
+
+async def render_in_thread(served: Served, body: ChatFields) -> ChatPrompt:
+    """Render a request aside: a long conversation takes long enough to stall other streams, images still longer."""
+    if served.images is not None and has_images(body.messages):
+        return await served.images.run(render_request, body, served.tok, served.images)
+    return await asyncio.to_thread(render_request, body, served.tok, served.images)
+
+
+async def _media(served: Served, prompt: ChatPrompt, ids: Sequence[int]) -> list[PromptImage]:
+    if served.images is None or not prompt.images:
+        return []
+    if len(ids) != len(prompt.ids):
+        raise RequestError(
+            f"a prompt with images cannot be cut from {len(prompt.ids)} to {len(ids)} tokens", param="messages"
+        )
+    return await served.images.run(served.images.load, prompt.images, prompt.positions)
 
 
 class _Writer:
@@ -197,8 +228,13 @@ def _delta_message(delta: Delta, calls_before: int) -> ChatMessage:
     return ChatMessage(tool_calls=[item])
 
 
-def render_request(body: ChatFields, tok: Tokenizer) -> ChatPrompt:
+def render_request(body: ChatFields, tok: Tokenizer, reader: ImageReader | None = None) -> ChatPrompt:
     """Check a chat request and render its prompt.
+
+    Args:
+        body: the request.
+        tok: encodes it.
+        reader: reads its images; None refuses them.
 
     Raises:
         RequestError: it cannot be answered.
@@ -213,6 +249,10 @@ def render_request(body: ChatFields, tok: Tokenizer) -> ChatPrompt:
     continues = bool(body.continue_final_message or messages[-1].get("partial"))
     if any(message.get("partial") for message in messages[:-1]):
         raise RequestError("partial is allowed on the last message only", param="messages")
+    parts = image_parts(with_ordered_results(messages))
+    images: list[OpenedImage] = []
+    if parts:
+        images = refuse_images(parts) if reader is None else reader.open(parts)
     segments = render_chat(
         messages,
         body.tools,
@@ -220,9 +260,10 @@ def render_request(body: ChatFields, tok: Tokenizer) -> ChatPrompt:
         thinking_effort=effort,
         tool_choice=body.tool_choice,
         response_format=body.response_format,
+        image_prompts=[image.prompt for image in images],
         continue_final_message=continues,
     )
-    ids = encode_segments(tok, segments)
+    ids, positions = expand_images(encode_segments(tok, segments), images, tok.special["<|media_pad|>"])
     # The trailing opener is input of the model but not billed.
     ends_with_opener = segments[-1] == ("<|sep|>", True)
     opener = len(encode_segments(tok, segments[-3:])) if ends_with_opener else 0
@@ -233,6 +274,8 @@ def render_request(body: ChatFields, tok: Tokenizer) -> ChatPrompt:
         starts_thinking=channel.text == "think",
         tools_active=bool(tool_names) and body.tool_choice != "none",
         calls_before=sum(_num_calls(message) for message in messages),
+        images=images,
+        positions=positions,
     )
 
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 # Probes and scrapers come often, and say nothing new in a log.
 QUIET = frozenset({"/health", "/ready", "/metrics", "/health_generate"})
-OPEN = frozenset({"/health", "/ready"})
+OPEN = frozenset({"/", "/health", "/ready"})  # a page has no secrets; what it asks for needs the key
 LOG = "k3lib.log"  # key of the scope: what the app adds to the line
 ADMIN = frozenset({"/flush_cache", "/update_weights"})
 

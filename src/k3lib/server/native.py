@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from k3lib.errors import RequestError
 from k3lib.server.answers import Answer, TextReader
-from k3lib.server.chat_completions import render_request
+from k3lib.server.chat_completions import render_in_thread
 from k3lib.server.completions import encode_prompts
 from k3lib.server.events import event, json_answer, stream
 from k3lib.server.failures import AbortedError
@@ -191,7 +191,7 @@ async def tokenize(served: Served, body: TokenizeRequest) -> Response:
             chat = ChatFields.model_validate(body.model_dump())
         except ValidationError as error:
             raise RequestValidationError(error.errors()) from error
-        ids = (await asyncio.to_thread(render_request, chat, served.tok)).ids
+        ids = (await render_in_thread(served, chat)).ids
         return _tokens(served, len(ids), ids)
     if isinstance(body.prompt, str):
         ids = await asyncio.to_thread(served.tok.encode, body.prompt, allow_special=True)

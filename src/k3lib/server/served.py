@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from k3lib.engine.engine import Engine
     from k3lib.server.config import ApiConfig
+    from k3lib.server.image_input import ImageReader, PromptImage
     from k3lib.server.metrics import Metrics
     from k3lib.server.schemas import CommonRequest, GenerateRequest, Sampling
 
@@ -53,6 +54,7 @@ class Served:
         metrics: counts of this server.
         live: the requests that are being answered, by name.
         info: what `/server_info` says besides the state of the engine.
+        images: reads images; None where no vision tower is loaded.
         created: when the server came up, in seconds since 1970.
         is_draining: it finishes what runs and takes nothing new.
         is_loading: new weights are being read.
@@ -67,6 +69,7 @@ class Served:
     metrics: Metrics
     live: dict[str, Run] = field(default_factory=dict)
     info: Mapping[str, object] = field(default_factory=dict)
+    images: ImageReader | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
     is_loading: bool = False
@@ -127,7 +130,14 @@ class Served:
         result: T = await call(function)
         return result
 
-    def start(self, answers: Sequence[Answer], body: CommonRequest | GenerateRequest, rid: str) -> Run:
+    def start(
+        self,
+        answers: Sequence[Answer],
+        body: CommonRequest | GenerateRequest,
+        rid: str,
+        *,
+        media: Sequence[PromptImage] = (),
+    ) -> Run:
         """Make the run of a request; the engine gets only the keywords that the request needs."""
         if self.config.log_requests:
             logger.info("asked", extra={"fields": {"rid": rid, "body": body.model_dump_json(exclude_unset=True)}})
@@ -136,6 +146,8 @@ class Served:
             extra["priority"] = body.priority
         if body.cache_salt is not None:
             extra["namespace"] = body.cache_salt
+        if media:
+            extra["media"] = media
         return Run(
             self.engine, answers, rid=rid, live=self.live, metrics=self.metrics, extra=extra, timeout=body.timeout
         )
