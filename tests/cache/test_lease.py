@@ -959,6 +959,17 @@ def test_a_step_of_another_length_cannot_be_committed():
         sim.allocator.commit(run.lease, A[:7])
 
 
+@pytest.mark.parametrize("token", [-1, 2**63, 2**70])
+def test_a_token_that_is_no_id_is_refused_also_in_decode(token):
+    sim = make()
+    run = started(sim, A[:5])
+    before = sim.allocator.dump()
+    with pytest.raises(ConfigError, match="token ids must be"):
+        sim.allocator.commit(run.lease, [token])
+    assert sim.allocator.dump() == before
+    sim.check()
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("page_size", 0), ("checkpoint_grid", 0), ("checkpoint_grid", -4), ("track_interval", -1)]
 )
