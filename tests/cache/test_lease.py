@@ -832,6 +832,18 @@ def test_who_resumed_from_a_discarded_lease_goes_on_and_publishes_nothing(length
     assert 8 in kept(sim, C)
 
 
+def test_who_shares_pages_with_a_discarded_lease_publishes_nothing_even_after_a_clear():
+    sim = make()
+    bad = started(sim, A[:9])
+    heir = sim.open(A[:8] + B[:8])
+    sim.issue()
+    sim.allocator.clear()
+    sim.discard(bad)
+    prefill(sim, heir)
+    sim.close(heir)
+    assert kept(sim) == []
+
+
 def test_a_discarded_lease_zeroes_its_slot_and_the_pages_that_nobody_else_holds():
     sim = make()
     bad = started(sim, A[:9])
