@@ -443,8 +443,8 @@ class KimiK3ForCausalLM(K3Module):
         config = KimiK3Config.from_hf(folder.config())
         stored = folder.tensors()
         main = dtype or checkpoint.main_dtype(stored, config)
-        with torch.device("meta"):
-            model = cls(config, mesh=mesh, layers=layers, dtype=main, backends=None)
+        # said outright: an ambient device can be shadowed by whoever calls this
+        model = cls(config, mesh=mesh, layers=layers, dtype=main, device="meta", backends=None)
         model._note_dtype()
         model.family = backends if isinstance(backends, str) else None
         model.backends = {} if backends is None or isinstance(backends, str) else dict(backends)

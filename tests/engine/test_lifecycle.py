@@ -340,7 +340,7 @@ class PeakMemory(TorchDispatchMode):
             del self.alive[key]
 
 
-@pytest.mark.parametrize("chunk", [24])
+@pytest.mark.parametrize("chunk", [48])
 @pytest.mark.parametrize(
     "params", [greedy(1), greedy(1, prompt_logprobs=True, top_logprobs=2)], ids=["plain", "scored"]
 )

@@ -183,8 +183,7 @@ def inspect_checkpoint(path: str, *, revision: str | None = None) -> tuple[str, 
         ]
     try:
         config = KimiK3Config.from_hf(raw)
-        with torch.device("meta"):
-            model = KimiK3ForCausalLM(config, dtype=checkpoint.main_dtype(stored, config))
+        model = KimiK3ForCausalLM(config, dtype=checkpoint.main_dtype(stored, config), device="meta")
         plan = checkpoint.plan_load(model, stored, config.text, torch.bfloat16)
     except K3Error as error:
         return "\n".join(lines), [str(error)]
