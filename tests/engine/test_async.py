@@ -273,6 +273,34 @@ def test_close_ends_everything_that_waits(start):
     engine.close()
 
 
+def test_a_request_that_was_told_of_a_failure_is_not_run_afterwards(model, start):
+    """Its command was still on its way when the step failed."""
+    engine = start()
+    gate, entered = threading.Event(), threading.Event()
+
+    def fail(_module, _args):
+        entered.set()
+        assert gate.wait(30)
+        raise ValueError("the device is gone")
+
+    async def main():
+        hook = model.lm_head.register_forward_pre_hook(fail)
+        first = asyncio.create_task(collect(engine, [1, 2], greedy(300)))
+        await until(entered.is_set)
+        second = asyncio.create_task(collect(engine, [3, 4], greedy(300)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        hook.remove()
+        gate.set()
+        deadline = time.monotonic() + 30
+        while not engine._commands.empty():  # without giving the tasks a chance to clean up
+            assert time.monotonic() < deadline
+        assert await asyncio.gather(first, second) == [([], "error")] * 2
+        assert not await engine.call(lambda e: e._states)
+
+    wait(main())
+
+
 def test_calls_and_requests_that_race_with_close_never_hang(model):
     for attempt in range(20):
         engine = AsyncEngine(make_engine(model))

@@ -266,6 +266,84 @@ def test_a_stop_text_survives_preemption(model):
     assert drained(engine)
 
 
+def test_only_the_last_tokens_are_looked_at_for_stop_texts(model):
+    engine = texts_engine(model, "abc")
+    decoded = []
+    whole = engine.tokenizer
+
+    class Counting:
+        def decode(self, ids):
+            decoded.append(len(ids))
+            return whole.decode(ids)
+
+    engine.tokenizer = Counting()
+    (out,) = engine.generate([[1]], greedy(100, stop=("never", "ü")))
+    assert out.finish == "length"
+    assert max(decoded) <= 12
+    assert drained(engine)
+
+
+class Flat:
+    """In place of a runner's model: the same scores at every place."""
+
+    def __init__(self, model, scores):
+        self.config, self.mesh, self.device, self.dtype = model.config, model.mesh, model.device, model.dtype
+        self.row = torch.zeros(model.config.text.vocab_size)
+        for token, value in scores.items():
+            self.row[token] = value
+
+    def __call__(self, batch, cache, logits="last"):
+        return self.row.expand(len(batch.new_tokens), -1).clone()
+
+
+@pytest.mark.parametrize("moment", [None, 2, 5])
+def test_penalties_look_at_what_was_generated_and_at_the_prompt(model, moment):
+    """Against a count by hand; also with a preemption on the way."""
+    scores = {9: 8.0, 8: 7.5, 7: 7.0, 6: 6.0}
+    frequency, presence, repetition = 0.4, 0.3, 1.1
+    prompt = [9, 9, 1]
+    counts, want = dict.fromkeys(scores, 0), []
+    for _ in range(14):
+        adjusted = {
+            token: (value / repetition if token in prompt or counts[token] else value)
+            - frequency * counts[token] - presence * (counts[token] > 0)
+            for token, value in scores.items()
+        }  # fmt: skip
+        want.append(max(adjusted, key=lambda token: (adjusted[token], -token)))
+        counts[want[-1]] += 1
+    assert len(set(want)) == 4
+    engine = make_engine(model)
+    engine.runner.model = Flat(model, scores)
+    params = greedy(14, frequency_penalty=frequency, presence_penalty=presence, repetition_penalty=repetition)
+    engine.add(Request(prompt, params, "r"))
+    got = []
+    for step in range(60):
+        if step == moment:
+            engine.scheduler.preempt_all(donate=False)
+        got += [token for out in engine.step() for token in out.token_ids] if engine.has_work else []
+    assert got == want
+    assert drained(engine)
+
+
+def test_parts_of_prompts_may_stand_anywhere_in_a_step(model):
+    work = prompts(5, 9, 30)
+    engine = make_engine(model, chunked_prefill_size=20)
+    planned = engine.scheduler.next
+
+    def backwards():
+        plan = planned()
+        if plan is not None:
+            plan.work.reverse()
+        return plan
+
+    engine.scheduler.next = backwards
+    params = greedy(4, logprobs=True, top_logprobs=1)
+    for ids, out in zip(work, engine.generate(work, params), strict=True):
+        assert out.token_ids == alone(model, ids, params).token_ids
+        check_logprobs(model, ids, out, 1)
+    assert drained(engine)
+
+
 @pytest.mark.parametrize("stop", [(), (5,)])
 def test_eos_and_stop_ids_count_as_generated(model, stop):
     engine = make_engine(model)

@@ -11,7 +11,7 @@ import logging
 import queue
 import secrets
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from tqdm import tqdm
@@ -19,6 +19,7 @@ from tqdm import tqdm
 from k3lib import ops
 from k3lib.cache import HybridCache
 from k3lib.engine.config import EngineConfig, resolve_limits
+from k3lib.engine.grammar import Grammar, GrammarCompiler, Matcher
 from k3lib.engine.request import FinishReason, Output, Request, RequestState, SamplingParams, StepOutput
 from k3lib.engine.runner import NO_TOKEN, Runner
 from k3lib.engine.sampler import TokenCounts
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from k3lib.cache import CacheEvent, Limit, MediaKey
+    from k3lib.engine.grammar import CompiledGrammar, Vocabulary
     from k3lib.engine.request import TokenLogprob
     from k3lib.engine.scheduler import StepPlan
 
@@ -65,7 +67,8 @@ class Engine:
         Args:
             model: a whole model.
             config: limits.
-            tokenizer: with `encode` and `decode`, for prompts and stops given as text.
+            tokenizer: with `encode` and `decode`, for prompts and stops given as text; grammars need one of K3 (see
+                `k3lib.engine.grammar.Vocabulary`).
             listener: called with every event of the prefix cache.
 
         Raises:
@@ -74,6 +77,7 @@ class Engine:
         self.model = model
         self.config = config or EngineConfig()
         self.tokenizer = tokenizer
+        self._grammars = _grammar_compiler(model, tokenizer)
         resolved = resolve_limits(model, self.config)
         self.context_length = resolved.context_length
         self.limits: tuple[Limit, ...] = resolved.limits
@@ -129,16 +133,11 @@ class Engine:
 
         Raises:
             RequestError: an empty prompt, ids outside the vocabulary, more tokens than context or memory hold, texts to
-                stop at without a tokenizer, what this engine lacks (images, grammars), or a field of a wrong type.
+                stop at without a tokenizer, what this engine lacks (images), a grammar that cannot be enforced here, or
+                a field of a wrong type.
         """
         ids, vocab, params = request.prompt_ids, self.model.config.text.vocab_size, request.params
-        if not ids:
-            raise RequestError("the prompt is empty", param="prompt")
-        bad = next((i for i in ids if not isinstance(i, int) or not 0 <= i < vocab), None)
-        if bad is not None:
-            if not isinstance(bad, int):
-                raise RequestError(f"token ids must be integers, got {bad!r}", param="prompt")
-            raise RequestError(f"token id {bad} is outside the vocabulary 0..{vocab - 1}", param="prompt")
+        _check_ids(ids, vocab)
         total = len(ids) + params.max_new_tokens
         if total > self.context_length:
             raise RequestError(
@@ -148,8 +147,13 @@ class Engine:
             )
         if params.stop and self.tokenizer is None:
             raise RequestError("texts to stop at need Engine(..., tokenizer=...)", param="stop")
+        if params.logit_bias and max(params.logit_bias) >= vocab:
+            worst = max(params.logit_bias)
+            raise RequestError(
+                f"logit_bias names token {worst}, outside the vocabulary 0..{vocab - 1}", param="logit_bias"
+            )
         if params.grammar is not None:
-            raise RequestError("this engine has no grammars", param="grammar")
+            self._compile(params.grammar)
         for name, kind in (("priority", int), ("namespace", str)):
             if not isinstance(getattr(request, name), kind):
                 raise RequestError(f"{name} must be {kind.__name__}, got {getattr(request, name)!r}", param=name)
@@ -159,6 +163,25 @@ class Engine:
             raise RequestError("this model routes nothing", param="record_routes")
         if request.media:
             raise RequestError("this engine does not take images", param="media")
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar | None:
+        """A grammar, ready to be followed; None for one that nobody asked for and that cannot be had."""
+        if not isinstance(grammar, Grammar):
+            raise RequestError(f"grammar must be a Grammar, got {type(grammar).__name__}", param="grammar")
+        if self._grammars is None:
+            if grammar.is_hint:
+                return None
+            raise RequestError(
+                f"{grammar.param} needs Engine(..., tokenizer=...) with the tokens of K3's chat format",
+                param=grammar.param,
+            )
+        try:
+            return self._grammars.compile(grammar)
+        except RequestError as error:
+            if not grammar.is_hint:
+                raise
+            logger.debug("calls are not kept well-formed: %s", error)
+            return None
 
     def add(self, request: Request) -> str:
         """Queue a request and return its id.
@@ -174,7 +197,8 @@ class Engine:
             request.request_id = next(name for name in names if name not in self._states)
         if request.name in self._states:
             raise RequestError(f"request id {request.name!r} is in use", param="request_id")
-        seed = request.params.seed
+        seed, grammar = request.params.seed, request.params.grammar
+        compiled = None if grammar is None else self._compile(grammar)
         state = RequestState(
             request,
             next(self._numbers),
@@ -182,6 +206,7 @@ class Engine:
             self.scheduler.clock(),
             list(request.prompt_ids),
             counts=TokenCounts.of(request.params, request.prompt_ids),
+            matcher=None if compiled is None else Matcher(compiled),
         )
         if not (request.params.max_new_tokens or request.params.prompt_logprobs or request.record_routes):
             self._pending.append(StepOutput([], "length", request_id=request.name))
@@ -306,6 +331,8 @@ class Engine:
         finish: FinishReason | None = None
         chosen: list[int] = []
         if params.max_new_tokens:
+            if state.matcher is not None and not state.matcher.accept(token):
+                raise AssertionError(f"token {token} was chosen although its grammar does not allow it")
             chosen = [token]
             state.tokens.append(token)
             if state.counts is not None:
@@ -335,6 +362,8 @@ class Engine:
     def _stops(self, state: RequestState, token: int) -> bool:
         """Whether a stop id or a stop text was generated; looks at the last tokens only."""
         params = state.request.params
+        if state.matcher is not None and state.matcher.is_finished:
+            return True
         if token in params.stop_token_ids or (token == self.model.config.eos_token_id and not params.ignore_eos):
             return True
         stop = params.stop
@@ -504,6 +533,25 @@ class Engine:
         return [int(i) for i in prompt]
 
 
+def _check_ids(ids: Sequence[int], vocab: int) -> None:
+    if not ids:
+        raise RequestError("the prompt is empty", param="prompt")
+    bad = next((i for i in ids if not isinstance(i, int) or not 0 <= i < vocab), None)
+    if bad is None:
+        return
+    if not isinstance(bad, int):
+        raise RequestError(f"token ids must be integers, got {bad!r}", param="prompt")
+    raise RequestError(f"token id {bad} is outside the vocabulary 0..{vocab - 1}", param="prompt")
+
+
+def _grammar_compiler(model: KimiK3ForCausalLM, tokenizer: object) -> GrammarCompiler | None:
+    """Compiles grammars, if the tokenizer has what they are made of."""
+    if not all(hasattr(tokenizer, name) for name in ("n_base", "vocab_size", "special", "stop_ids", "decode_bytes")):
+        return None
+    eos = [i for i in [model.config.eos_token_id] if i is not None]
+    return GrammarCompiler(cast("Vocabulary", tokenizer), model.config.text.vocab_size, stop_ids=eos)
+
+
 class AsyncEngine:
     """An `Engine` in its own thread, for an event loop. Closing an iterator aborts its request."""
 
@@ -543,7 +591,10 @@ class AsyncEngine:
             media=media,
             timeout=timeout,
         )
-        self.engine.check_request(request)
+        if params.grammar is None:
+            self.engine.check_request(request)
+        else:  # to compile one takes long enough to stall others
+            await asyncio.to_thread(self.engine.check_request, request)
         sink: asyncio.Queue[StepOutput | Exception] = asyncio.Queue()
         finish = None
         try:

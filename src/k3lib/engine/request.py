@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from k3lib.cache import Lease, MediaKey
+    from k3lib.engine.grammar import Grammar, Matcher
     from k3lib.engine.sampler import TokenCounts
 
 __all__ = ["FinishReason", "Output", "Request", "RequestState", "SamplingParams", "StepOutput", "TokenLogprob"]
@@ -74,7 +75,7 @@ class SamplingParams:
         logprobs: report the log-probability of each generated token, of the model alone: before any adjustment.
         top_logprobs: report so many best tokens besides, 0 to 20; needs `logprobs` or `prompt_logprobs`.
         prompt_logprobs: report the log-probability of each prompt token.
-        grammar: what the text must be; None is anything.
+        grammar: what the output must be (`k3lib.engine.grammar`); None is anything.
     """
 
     temperature: float = 1.0
@@ -94,7 +95,7 @@ class SamplingParams:
     logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs: bool = False
-    grammar: object | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         self._check("temperature", "a finite number >= 0", _is_number(self.temperature) and self.temperature >= 0)
@@ -210,6 +211,7 @@ class RequestState:
         tokens: prompt and generated tokens.
         lease: its memory; None while it waits.
         counts: history for penalties; None if its parameters look at none.
+        matcher: where it stands in its grammar; None without one.
         cached_tokens, kv_tokens: prompt tokens that needed no prefill, and whose KV was found, when it first ran.
         preemptions: how often its memory was taken.
         prompt_logprobs: of the prompt so far; None for the first token and for what is not computed yet.
@@ -224,6 +226,7 @@ class RequestState:
     tokens: list[int]
     lease: Lease | None = None
     counts: TokenCounts | None = None
+    matcher: Matcher | None = None
     cached_tokens: int | None = None
     kv_tokens: int = 0
     preemptions: int = 0

@@ -9,6 +9,7 @@ import torch
 
 from k3lib import ops
 from k3lib.batch import RouteTap
+from k3lib.engine.grammar import allowed_tokens
 from k3lib.engine.sampler import Logprobs, Prepared, logprobs_of, sample, token_logprobs
 
 if TYPE_CHECKING:
@@ -118,7 +119,8 @@ class Runner:
         if count:
             chosen, chosen_logits = states[:count], logits[:count]
             prepared, counts = self._prepare(chosen, logits.device), [state.counts for state in chosen]
-            results.append(sample(chosen_logits, prepared, position[:count], counts=counts))
+            allowed = self._allowed(chosen, logits)
+            results.append(sample(chosen_logits, prepared, position[:count], counts=counts, allowed=allowed))
             if any(state.request.params.logprobs for state in chosen):
                 top = max(state.request.params.top_logprobs for state in chosen)
                 found = logprobs_of(chosen_logits, results[0], top)
@@ -126,6 +128,13 @@ class Runner:
             results.append(torch.where(logits[count:].amax(-1).isfinite(), NO_TOKEN, NOT_FINITE))
         host, event = _to_host(results[0] if len(results) == 1 else torch.cat(results))
         return Launched(states, host, event, found, prompts, routes)
+
+    def _allowed(self, states: Sequence[RequestState], logits: Tensor) -> Tensor | None:
+        """What grammars permit; the host works it out while the device still runs the model."""
+        matchers = [state.matcher for state in states]
+        if all(matcher is None for matcher in matchers):
+            return None
+        return allowed_tokens(matchers, logits.shape[1], logits.device)
 
     def _forward(
         self,

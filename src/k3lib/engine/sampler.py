@@ -290,8 +290,9 @@ def adjust(
     In this order: (1) logits above 0 of ids in the prompt or the generated tokens are divided by `repetition_penalty`,
     those below multiplied; (2) `frequency_penalty` times the count of the id in the generated tokens is subtracted, and
     (3) `presence_penalty` if the count is not 0; (4) `logit_bias` is added; (5) until `min_tokens` were generated,
-    `stop_ids` and `stop_token_ids` become -inf; (6) so does what `allowed` does not allow. What is infinite stays so,
-    and penalties do not make a finite logit infinite. Biases and stop ids outside the vocabulary are passed over.
+    `stop_ids` and `stop_token_ids` become -inf, unless `allowed` leaves nothing else; (6) so does what `allowed` does
+    not allow. What is infinite stays so, and penalties do not make a finite logit infinite. Biases and stop ids outside
+    the vocabulary are passed over.
 
     Args:
         logits: `[B, V]` fp32.
@@ -315,9 +316,13 @@ def adjust(
             flat[places] = torch.where(old.isinf(), old, new.clamp(-_HUGE, _HUGE))
         if len(edits.biased):
             flat[edits.biased] += edits.biases
-        if len(edits.masked):
-            flat.index_fill_(0, edits.masked, -torch.inf)
-    return out if allowed is None else out.masked_fill(~allowed, -torch.inf)
+    if allowed is not None:
+        out = out.masked_fill(~allowed, -torch.inf)
+    if len(edits.masked):
+        going_on = out.clone(memory_format=torch.contiguous_format)
+        going_on.view(-1).index_fill_(0, edits.masked, -torch.inf)
+        out = going_on if allowed is None else torch.where(going_on.amax(-1, keepdim=True) > -torch.inf, going_on, out)
+    return out
 
 
 class _Edits(NamedTuple):
