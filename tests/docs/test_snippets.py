@@ -17,7 +17,8 @@ from k3lib.ops import ops
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-EXAMPLES = sorted(path for path in (REPOSITORY / "examples").glob("*.py") if path.name != "chat_client.py")
+CLIENTS = {"chat_client.py", "reasoning_and_tools.py"}  # they need a server
+EXAMPLES = sorted(path for path in (REPOSITORY / "examples").glob("*.py") if path.name not in CLIENTS)
 BLOCK = re.compile(r"(<!-- no-run -->\n)?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INSTALL = "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e '.[server]' && .venv/bin/k3lib-serve"
 TEST = "bash scripts/test.sh"
@@ -64,7 +65,7 @@ def test_example_runs(example, workplace, capsys):
     assert capsys.readouterr().out.count("\n") >= 2
 
 
-@pytest.mark.parametrize("example", [*EXAMPLES, REPOSITORY / "examples" / "chat_client.py"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", sorted((REPOSITORY / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_example_is_short(example):
     assert len(example.read_text(encoding="utf-8").splitlines()) < 60
 
@@ -133,3 +134,12 @@ def test_chat_client_talks_to_a_server(server, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "the stream says the same: True" in said
     assert "refused: temperature: " in said
+
+
+@pytest.mark.slow
+def test_reasoning_and_tools_over_a_server(server, monkeypatch, capsys):
+    pytest.importorskip("openai")
+    monkeypatch.setattr(sys, "argv", ["reasoning_and_tools.py", f"{server}/v1"])
+    runpy.run_path(str(REPOSITORY / "examples" / "reasoning_and_tools.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert said.count("  thought: ") == said.count("  said:    ") == 3

@@ -20,7 +20,7 @@ from k3lib.server.schemas import ChatAnswer, ChatChunk, CompletionAnswer
 def assemble(chunks, index=0):
     """The message and finish reason that a client puts together."""
     message, finish = {"content": "", "reasoning_content": ""}, None
-    calls = []
+    calls = {}
     for chunk in chunks:
         for choice in chunk["choices"]:
             if choice["index"] != index:
@@ -28,10 +28,20 @@ def assemble(chunks, index=0):
             assert finish is None
             for key in ("content", "reasoning_content"):
                 message[key] += choice["delta"].get(key) or ""
-            calls += choice["delta"].get("tool_calls", [])
+            for piece in choice["delta"].get("tool_calls", []):
+                at = piece.pop("index")
+                if at not in calls:
+                    assert at == len(calls)
+                    assert set(piece) == {"id", "type", "function"}
+                    assert piece["function"]["arguments"] == ""
+                    calls[at] = piece
+                else:
+                    assert at == len(calls) - 1
+                    assert list(piece) == ["function"]
+                    assert list(piece["function"]) == ["arguments"]
+                    calls[at]["function"]["arguments"] += piece["function"]["arguments"]
             finish = choice["finish_reason"]
-    assert [call.pop("index") for call in calls] == list(range(len(calls)))
-    return {**{k: v or None for k, v in message.items()}, "tool_calls": calls}, finish
+    return {**{k: v or None for k, v in message.items()}, "tool_calls": list(calls.values())}, finish
 
 
 @pytest.fixture
@@ -39,20 +49,10 @@ def vectors(golden):
     return json.loads((golden / "protocol/api.json").read_text(encoding="utf-8"))
 
 
-def needs_grammar(body):
-    choice = body.get("tool_choice", "auto")
-    return choice not in ("auto", "none") or "response_format" in body
-
-
 def test_api_vectors(vectors):
     for case in vectors["cases"]:
         body, want = case["request"], case["response"]
         engine = ScriptedEngine(case["model_output_tiny_token_ids"], case["engine_finish"])
-        if needs_grammar(body):
-            response = request(engine, "/v1/chat/completions", body)
-            param = "response_format" if "response_format" in body else "tool_choice"
-            assert "needs constrained decoding" in refused(response, 400, param)
-            continue
         response = request(engine, "/v1/chat/completions", body)
         assert response.status_code == want["status"], response.text
         got = response.json()
@@ -69,8 +69,6 @@ def test_api_vectors(vectors):
 def test_api_vectors_streamed(vectors):
     for case in vectors["cases"]:
         body, want = case["request"], case["response"]
-        if needs_grammar(body):
-            continue
         for step in (1, 7, 1000):
             engine = ScriptedEngine(case["model_output_tiny_token_ids"], case["engine_finish"])
             engine.step = step
@@ -217,20 +215,6 @@ def tool(**extra):
     return {"type": "function", "function": {"name": "f", "parameters": {}, **extra}}
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"tools": [tool(strict=True)]}, "tools"),
-        ({"tools": [tool()], "parallel_tool_calls": False}, "parallel_tool_calls"),
-        ({"tools": [tool()], "tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"messages": [{"role": "system", "tools": [tool(strict=True)]}]}, "messages"),
-    ],
-)
-def test_what_needs_a_grammar_is_refused(body, param):
-    assert "needs constrained decoding" in refused(chat(ScriptedEngine(), body), 400, param)
-
-
 def test_a_schema_that_is_not_strict_is_only_a_note():
     schema = {"name": "o", "strict": False, "schema": {"type": "object"}}
     response_format = {"type": "json_schema", "json_schema": schema}
@@ -317,6 +301,50 @@ def test_content_held_for_a_stop_string_comes_before_tool_calls():
     message, finish = assemble(chunks)
     assert (message["content"], finish) == ("ab", "tool_calls")
     assert message["tool_calls"][0]["id"] == "f:0"
+
+
+def test_arguments_of_a_tool_call_are_streamed(monkeypatch):
+    monkeypatch.setattr("k3lib.server.calls.HELD", -1)
+    output = '<|close|>think<|sep|><|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>'
+    output += '<|open|>argument key="text" type="string"<|sep|>é"\n<|close|>argument<|sep|><|close|>call<|sep|>'
+    chunks = events(chat(ScriptedEngine(output + "<|end_of_msg|>"), {"tools": [tool()], "stream": True}))
+    pieces = [call for c in chunks for call in c["choices"][0]["delta"].get("tool_calls", [])]
+    first = {"index": 0, "id": "f:0", "type": "function", "function": {"name": "f", "arguments": ""}}
+    fragments = ['{"text": "é', '\\"', "\\n", '"', "}"]
+    assert pieces == [first, *({"index": 0, "function": {"arguments": f}} for f in fragments)]
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_only_complete_calls_count(finish, monkeypatch):
+    monkeypatch.setattr("k3lib.server.calls.HELD", -1)
+    argument = '<|open|>argument key="a"<|sep|>x'
+    cut = f'<|open|>call tool="f" index="1"<|sep|>{argument}'
+    output = f"<|close|>think<|sep|><|open|>tools<|sep|>{cut}"
+    body = {"tools": [tool()]}
+    choice = chat(ScriptedEngine(output, finish), body).json()["choices"][0]
+    assert "tool_calls" not in choice["message"]
+    message, reason = assemble(events(chat(ScriptedEngine(output, finish), {**body, "stream": True})))
+    assert choice["finish_reason"] == reason == finish
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": "x'}
+    output += f"{cut}<|close|>argument<|sep|><|close|>call<|sep|>"
+    choice = chat(ScriptedEngine(output, finish), body).json()["choices"][0]
+    assert [call["id"] for call in choice["message"]["tool_calls"]] == ["f:0"]
+    message, reason = assemble(events(chat(ScriptedEngine(output, finish), {**body, "stream": True})))
+    assert choice["finish_reason"] == reason == ("length" if finish == "length" else "tool_calls")
+    assert [call["id"] for call in message["tool_calls"]] == ["f:0", "f:1"]
+    assert message["tool_calls"][1]["function"]["arguments"] == '{"a": "x"}'
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+def test_no_call_follows_a_stop_string(step):
+    output = "<|close|>think<|sep|><|open|>response<|sep|>abc<|close|>response<|sep|>"
+    output += '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|close|>call<|sep|>'
+    body = {"stop": "b", "tools": [tool()]}
+    choice = chat(ScriptedEngine(output, step=step), body).json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("a", "stop")
+    assert "tool_calls" not in choice["message"]
+    message, finish = assemble(events(chat(ScriptedEngine(output, step=step), {**body, "stream": True})))
+    assert (message["content"], message["tool_calls"], finish) == ("a", [], "stop")
 
 
 def test_several_answers():

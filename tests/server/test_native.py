@@ -104,7 +104,7 @@ def test_an_aborted_request_keeps_what_it_has(stream):
         ({"input_ids": [True]}, "input_ids"),
         ({"text": "a", "image_data": "x"}, "image_data"),
         ({"text": "a", "sampling_params": {"foo": 1}}, "sampling_params"),
-        ({"text": "a", "sampling_params": {"json_schema": "{}"}}, "sampling_params"),
+        ({"text": "a", "sampling_params": {"json_schema": "{"}}, "sampling_params"),
         ({"text": "a", "sampling_params": {"temperature": -1}}, "sampling_params"),
         ({"text": "a", "sampling_params": [{}, {}]}, "sampling_params"),
         ({"text": "a", "sampling_params": {"max_new_tokens": 5000}}, "sampling_params.max_new_tokens"),

@@ -27,7 +27,8 @@ FLAGS = re.findall(
     """
 --model-path --revision --tokenizer-path --served-model-name --dtype --device --resident-experts
 --host --port --drain-timeout --watchdog-timeout --log-level --log-format
---api-key --admin-api-key --cors-origins --max-body-bytes --allow-auto-truncate --log-requests --moonshot-params
+--api-key --admin-api-key --cors-origins --max-body-bytes --allow-auto-truncate --log-requests --require-grammar
+--moonshot-params
 --context-length --chunked-prefill-size --max-running-requests --max-queued-requests --queue-timeout --request-timeout
 --disable-radix-cache --checkpoint-grid --mamba-track-interval --keep-turn-ends --page-size --kv-cache-dtype
 --mamba-ssm-dtype --mamba-radix-cache-strategy --mamba-full-memory-ratio --max-mamba-cache-size --max-total-tokens

@@ -12,7 +12,7 @@ from k3lib.engine.request import StepOutput
 from k3lib.errors import CapacityError, RequestError
 from k3lib.server.failures import AbortedError, ClientGone, EngineError, OverloadedError, TimedOutError
 from k3lib.server.gate import LOG
-from k3lib.server.schemas import FunctionCall, PromptDetails, Usage
+from k3lib.server.schemas import PromptDetails, Usage
 from k3lib.server.tokenizer import IncrementalDecoder
 
 if TYPE_CHECKING:
@@ -56,9 +56,16 @@ class Reader(Protocol):
         """Take the end."""
         ...
 
+    @property
+    def num_calls(self) -> int:
+        """Complete tool calls so far."""
+        ...
+
 
 class TextReader:
     """Reads an output without channels: everything is content, but for `hidden` ids."""
+
+    num_calls = 0
 
     def __init__(self, tok: Tokenizer, hidden: frozenset[int] = frozenset()) -> None:
         self._decoder = IncrementalDecoder(tok)
@@ -116,7 +123,6 @@ class Answer:
     Attributes:
         index: its place among the answers of the request.
         content: the visible text so far, in pieces.
-        calls: the tool calls so far.
         ids: generated ids, the stop id included.
         logprobs, prompt_logprobs: as the engine reported them.
         cached_tokens, kv_tokens: prompt tokens that were not computed, and whose KV was found; None = not known.
@@ -139,7 +145,6 @@ class Answer:
         self.params = params
         self.reader = reader
         self.content: list[str] = []
-        self.calls: list[FunctionCall] = []
         self.ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob | None] = []
@@ -177,8 +182,13 @@ class Answer:
         elif finish == "length":
             self.finish_reason = "length"
         elif finish is not None:
-            self.finish_reason = "tool_calls" if self.calls else "stop"
+            self.finish_reason = "tool_calls" if self.num_calls else "stop"
         return deltas
+
+    @property
+    def num_calls(self) -> int:
+        """Complete tool calls so far; none if a stop string ended the text, which comes before all calls."""
+        return 0 if self._stops.matched is not None else self.reader.num_calls
 
     def new_logprobs(self) -> list[TokenLogprob]:
         """Log-probabilities of generated tokens since the last call."""
@@ -217,8 +227,6 @@ class Answer:
                 continue
             if "tool_call" in delta:
                 result += self._visible(self._stops.finish())
-                call = delta["tool_call"]
-                self.calls.append(FunctionCall(name=call["name"], arguments=call["arguments"]))
             result.append(delta)
         if is_last:
             result += self._visible(self._stops.finish())

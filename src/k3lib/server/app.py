@@ -19,7 +19,7 @@ from k3lib.server.fast_json import load
 from k3lib.server.gate import Gate
 from k3lib.server.image_input import ImageReader
 from k3lib.server.metrics import Metrics
-from k3lib.server.native import answer_generate, detokenize, tokenize
+from k3lib.server.native import answer_generate, detokenize, tokenize, tokenizer_info
 from k3lib.server.page import PAGE_HEADERS, page
 from k3lib.server.schemas import (
     ChatAnswer,
@@ -155,3 +155,8 @@ def _add_generating_routes(app: FastAPI, served: Served) -> None:
     async def detokenize_ids(body: DetokenizeRequest) -> Response:
         """Text of token ids."""
         return await detokenize(served, body)
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_names() -> Response:
+        """Special tokens and the size of the vocabulary."""
+        return tokenizer_info(served)

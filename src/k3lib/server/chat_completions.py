@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from k3lib.engine.grammar import build_grammar
 from k3lib.errors import RequestError
 from k3lib.server.answers import Answer, count_usage
 from k3lib.server.chat import (
@@ -27,13 +28,16 @@ from k3lib.server.schemas import (
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
+    ChatDelta,
     ChatFields,
     ChatLogprobs,
     ChatMessage,
     ChatRequest,
     Finish,
     FunctionCall,
+    FunctionCallPiece,
     MessageToolCall,
+    ToolCallPiece,
     Usage,
 )
 from k3lib.server.served import Prompt, new_rid, seeded
@@ -44,8 +48,9 @@ if TYPE_CHECKING:
     from fastapi import Request
     from starlette.responses import Response
 
+    from k3lib.engine.grammar import Grammar
     from k3lib.server.answers import Run
-    from k3lib.server.chat import Delta
+    from k3lib.server.chat import Delta, ToolCall
     from k3lib.server.image_input import ImageReader, OpenedImage, PromptImage
     from k3lib.server.served import Served
     from k3lib.server.tokenizer import Tokenizer
@@ -64,6 +69,7 @@ class ChatPrompt(NamedTuple):
         calls_before: tool calls of earlier messages.
         images: of the messages, in the order of the prompt.
         positions: where the tokens of each begin.
+        grammar: what the answer must be; None is anything.
     """
 
     ids: list[int]
@@ -73,6 +79,7 @@ class ChatPrompt(NamedTuple):
     calls_before: int
     images: list[OpenedImage]
     positions: list[int]
+    grammar: Grammar | None
 
 
 async def answer_chat(served: Served, body: ChatRequest, http: Request) -> Response:
@@ -91,8 +98,12 @@ async def answer_chat(served: Served, body: ChatRequest, http: Request) -> Respo
         min_tokens=body.min_tokens or 0,
         logprobs=bool(body.logprobs),
         top_logprobs=body.num_top,
+        grammar=prompt.grammar,
     )
-    parsers = [OutputParser(prompt.starts_thinking, prompt.tools_active, served.tok) for _ in range(body.n or 1)]
+    parsers = [
+        OutputParser(prompt.starts_thinking, prompt.tools_active, served.tok, keeps_text=not body.stream)
+        for _ in range(body.n or 1)
+    ]
     answers = [
         Answer(i, ids, seeded(params, i), parser, body.stops, tok=served.tok) for i, parser in enumerate(parsers)
     ]
@@ -153,7 +164,7 @@ class _Writer:
                 usage = self._usage(run.answers, parsers) if body.always_includes_usage else None
                 if answer.index not in begun:
                     begun.add(answer.index)
-                    yield self._chunk(answer, ChatMessage(role="assistant", content=""), usage=usage)
+                    yield self._chunk(answer, ChatDelta(role="assistant", content=""), usage=usage)
                 for delta in deltas:
                     message = _delta_message(delta, self._prompt.calls_before)
                     # with the first delta after them; what has none waits for the next one, or for the end
@@ -161,7 +172,7 @@ class _Writer:
                     yield self._chunk(answer, message, logprobs=logprobs, usage=usage)
                 if (finish := answer.finish_reason) is not None:
                     logprobs = chat_logprobs(answer.new_logprobs(), tok)
-                    yield self._chunk(answer, ChatMessage(), logprobs=logprobs, finish=finish, usage=usage)
+                    yield self._chunk(answer, ChatDelta(), logprobs=logprobs, finish=finish, usage=usage)
         if body.includes_usage:
             yield self._event([], self._usage(run.answers, parsers))
 
@@ -173,7 +184,7 @@ class _Writer:
     def _chunk(
         self,
         answer: Answer,
-        delta: ChatMessage,
+        delta: ChatDelta,
         *,
         logprobs: ChatLogprobs | None = None,
         finish: Finish | None = None,
@@ -195,19 +206,25 @@ class _Writer:
         return event(item)
 
 
-def _tool_call(call: FunctionCall, position: int, calls_before: int) -> MessageToolCall:
-    return MessageToolCall(id=f"{call['name']}:{calls_before + position}", type="function", function=call)
+def _call_id(name: str, position: int, calls_before: int) -> str:
+    return f"{name}:{calls_before + position}"
+
+
+def _tool_call(call: ToolCall, position: int, calls_before: int) -> MessageToolCall:
+    function = FunctionCall(name=call.name, arguments=call.arguments)
+    return MessageToolCall(id=_call_id(call.name, position, calls_before), type="function", function=function)
 
 
 def _choice(answer: Answer, parser: OutputParser, calls_before: int, tok: Tokenizer) -> ChatChoice:
+    parsed = parser.result()
     message = ChatMessage(
         role="assistant",
         content="".join(answer.content) or None,
-        reasoning_content=parser.result().reasoning,
+        reasoning_content=parsed.reasoning,
         refusal=None,
     )
-    if answer.calls:
-        message["tool_calls"] = [_tool_call(call, i, calls_before) for i, call in enumerate(answer.calls)]
+    if answer.num_calls:
+        message["tool_calls"] = [_tool_call(call, i, calls_before) for i, call in enumerate(parsed.tool_calls)]
     return ChatChoice(
         index=answer.index,
         message=message,
@@ -216,16 +233,18 @@ def _choice(answer: Answer, parser: OutputParser, calls_before: int, tok: Tokeni
     )
 
 
-def _delta_message(delta: Delta, calls_before: int) -> ChatMessage:
+def _delta_message(delta: Delta, calls_before: int) -> ChatDelta:
     if "reasoning" in delta:
-        return ChatMessage(reasoning_content=delta["reasoning"])
+        return ChatDelta(reasoning_content=delta["reasoning"])
     if "content" in delta:
-        return ChatMessage(content=delta["content"])
+        return ChatDelta(content=delta["content"])
     call = delta["tool_call"]
-    function = FunctionCall(name=call["name"], arguments=call["arguments"])
-    item = _tool_call(function, call["index"], calls_before)
-    item["index"] = call["index"]
-    return ChatMessage(tool_calls=[item])
+    piece = ToolCallPiece(index=call["index"], function=FunctionCallPiece(arguments=call["arguments"]))
+    if "name" in call:
+        piece["id"] = _call_id(call["name"], call["index"], calls_before)
+        piece["type"] = "function"
+        piece["function"]["name"] = call["name"]
+    return ChatDelta(tool_calls=[piece])
 
 
 def render_request(body: ChatFields, tok: Tokenizer, reader: ImageReader | None = None) -> ChatPrompt:
@@ -243,7 +262,6 @@ def render_request(body: ChatFields, tok: Tokenizer, reader: ImageReader | None 
     messages, tool_names = check_messages(body.messages, body.tools)
     _check_tool_choice(body, tool_names)
     _check_response_format(body)
-    _refuse_grammar(body, messages, tool_names)
     if body.add_generation_prompt is False:
         raise RequestError("add_generation_prompt=false leaves nothing to answer", param="add_generation_prompt")
     continues = bool(body.continue_final_message or messages[-1].get("partial"))
@@ -267,15 +285,18 @@ def render_request(body: ChatFields, tok: Tokenizer, reader: ImageReader | None 
     # The trailing opener is input of the model but not billed.
     ends_with_opener = segments[-1] == ("<|sep|>", True)
     opener = len(encode_segments(tok, segments[-3:])) if ends_with_opener else 0
-    channel = segments[max(i for i, s in enumerate(segments) if s == ("<|open|>", True)) + 1]
+    last_open = max(i for i, s in enumerate(segments) if s == ("<|open|>", True))
+    starts_thinking = segments[last_open + 1].text == "think"
+    written = "".join(segment.text for segment in segments[last_open + 3 :])  # behind the opener: what is continued
     return ChatPrompt(
         ids=ids,
         billed_tokens=len(ids) - opener,
-        starts_thinking=channel.text == "think",
+        starts_thinking=starts_thinking,
         tools_active=bool(tool_names) and body.tool_choice != "none",
         calls_before=sum(_num_calls(message) for message in messages),
         images=images,
         positions=positions,
+        grammar=_grammar(body, messages, thinking=starts_thinking, response_prefix="" if starts_thinking else written),
     )
 
 
@@ -303,9 +324,9 @@ def _thinking(body: ChatFields) -> tuple[bool, str | None]:
 def _template_thinking(body: ChatFields, thinking: bool, effort: str | None, param: str) -> tuple[bool, str | None]:
     for key, value in (body.chat_template_kwargs or {}).items():
         if key in ("thinking", "enable_thinking"):
-            if not isinstance(value, bool):
+            if not isinstance(value, bool | None):
                 raise RequestError(f"{key} must be true or false, got {value!r}", param="chat_template_kwargs")
-            thinking = value
+            thinking = thinking if value is None else value
         elif key == "thinking_effort":
             # Only here does an explicit null mean: no note at all.
             effort, param = None if value is None else str(value), "chat_template_kwargs"
@@ -355,35 +376,24 @@ def _check_response_format(body: ChatFields) -> None:
         raise RequestError("response_format.json_schema needs a name and a schema", param="response_format")
     if not isinstance(schema.get("schema"), Mapping):
         raise RequestError("response_format.json_schema.schema must be an object", param="response_format")
-    if not isinstance(schema.get("strict", True), bool):
+    if not isinstance(schema.get("strict"), bool | None):
         raise RequestError("response_format.json_schema.strict must be true or false", param="response_format")
 
 
-def _refuse_grammar(body: ChatFields, messages: Sequence[Mapping[str, object]], tool_names: Sequence[str]) -> None:
-    """Refuse what only constrained decoding can promise."""
-    reason = "needs constrained decoding, which this version does not have"
-    response_format = body.response_format or {}
-    if response_format.get("type") == "json_object":
-        raise RequestError(f"response_format json_object {reason}", param="response_format")
-    if response_format.get("type") == "json_schema":
-        schema = response_format["json_schema"]
-        if not (isinstance(schema, Mapping) and schema.get("strict") is False):
-            raise RequestError(
-                f"response_format json_schema {reason}, unless strict is false",
-                param="response_format",
-            )
-    if not tool_names or body.tool_choice == "none":
-        return
-    if body.tool_choice not in (None, "auto"):
-        raise RequestError(f"a forced tool call {reason}", param="tool_choice")
-    if body.parallel_tool_calls is False:
-        raise RequestError(f"parallel_tool_calls=false {reason}", param="parallel_tool_calls")
+def _grammar(
+    body: ChatFields, messages: Sequence[Mapping[str, object]], *, thinking: bool, response_prefix: str
+) -> Grammar | None:
+    """What the answer must be; tools of system messages are tools everywhere."""
     dynamic = [tool for message in messages for tool in _listed(message.get("tools"))]
-    for param, tools in (("tools", _listed(body.tools)), ("messages", dynamic)):
-        for tool in tools:
-            function = tool.get("function") if isinstance(tool, Mapping) else None
-            if isinstance(function, Mapping) and function.get("strict"):
-                raise RequestError(f"the strict tool {function.get('name')!r} {reason}", param=param)
+    tools = [tool for tool in (*_listed(body.tools), *dynamic) if isinstance(tool, Mapping)]
+    return build_grammar(
+        tools,
+        body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        thinking=thinking,
+        response_format=body.response_format,
+        prefix=response_prefix,
+    )
 
 
 def _listed(value: object) -> Sequence[object]:

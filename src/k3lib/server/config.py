@@ -77,6 +77,8 @@ class ApiConfig:
     """Cut a prompt to its last tokens, or the answer, where they exceed the context, instead of refusing."""
     log_requests: bool = False
     """Write what is asked into the log, prompts included."""
+    require_grammar: bool = False
+    """Do not start without what JSON answers, forced calls and strict tools need."""
     moonshot_params: bool = False
     """Refuse the sampling parameters that vendors of Moonshot's models must refuse."""
 

@@ -121,7 +121,10 @@ def error_answer(error: Exception) -> Response:
 def add_error_handlers(app: FastAPI) -> None:
     """Answer every error of the app in OpenAI's shape."""
 
-    async def answer(_: Request, error: Exception) -> Response:
+    async def answer(http: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code == 404:
+            where = f"{http.method} {http.url.path[:80]}"
+            error = HTTPException(404, f"this server has no {where}; GET /openapi.json lists what it has")
         return error_answer(error)
 
     async def leave(_: Request, error: Exception) -> Response:

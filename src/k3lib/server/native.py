@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
+from k3lib.engine.grammar import build_text_grammar
 from k3lib.errors import RequestError
 from k3lib.server.answers import Answer, TextReader
 from k3lib.server.chat_completions import render_in_thread
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from k3lib.server.answers import Run
     from k3lib.server.served import Served
 
-__all__ = ["answer_generate", "detokenize", "tokenize"]
+__all__ = ["answer_generate", "detokenize", "tokenize", "tokenizer_info"]
 
 DEFAULT_NEW_TOKENS = 128
 
@@ -79,11 +80,8 @@ def _params_of(body: GenerateRequest, count: int) -> list[GenerateParams]:
             params.refuse_unsupported()
         except RequestError as error:
             raise RequestError(f"sampling_params: {error}", param="sampling_params") from error
-        for name in ("json_schema", "regex", "ebnf"):
-            if getattr(params, name) is not None:
-                raise RequestError(
-                    f"{name} needs constrained decoding, which this version does not have", param="sampling_params"
-                )
+        if params.ebnf is not None:
+            raise RequestError("ebnf is not supported; use json_schema or regex", param="sampling_params")
     if sum(params.n or 1 for params in each) > MAX_PROMPTS:
         raise RequestError(f"a request has at most {MAX_PROMPTS} answers", param="sampling_params")
     return each
@@ -99,10 +97,14 @@ def _answers(
             wanted = max(0, min(DEFAULT_NEW_TOKENS, served.max_model_len - len(prompt.ids)))
         ids, max_new_tokens = served.fit(prompt, wanted, "sampling_params.max_new_tokens")
         start = -1 if body.logprob_start_len is None else body.logprob_start_len
+        grammar = None
+        if asked.json_schema is not None or asked.regex is not None:
+            grammar = build_text_grammar(json_schema=asked.json_schema, pattern=asked.regex)
         params = served.params(
             asked,
             max_new_tokens,
             top_p=1.0,
+            grammar=grammar,
             min_tokens=asked.min_new_tokens or 0,
             logprobs=bool(body.return_logprob),
             prompt_logprobs=bool(body.return_logprob) and 0 <= start < len(ids),
@@ -218,3 +220,9 @@ async def detokenize(served: Served, body: DetokenizeRequest) -> Response:
     texts = await asyncio.to_thread(lambda: [served.tok.decode(ids) for ids in each])
     text = texts if many else texts[0]
     return json_answer({"prompt": text, "text": text})
+
+
+def tokenizer_info(served: Served) -> Response:
+    """What clients that let the server tokenize ask first; there is no chat template to tell."""
+    tokens = {"bos_token": "[BOS]", "eos_token": "[EOS]", "pad_token": "[PAD]"}
+    return json_answer({"tokenizer_class": "k3lib", "vocab_size": served.tok.vocab_size, **tokens})

@@ -244,7 +244,13 @@ def doctor() -> str:
         f"device: {target}" + ("" if target.platform == "cpu" else f" ({torch.cuda.get_device_name(0)})"),
         "server packages",
     ]
-    for dist, why in (("fastapi", "k3lib-serve"), ("uvicorn", "k3lib-serve"), ("tiktoken", "the official tokenizer")):
+    for dist, why in (
+        ("fastapi", "k3lib-serve"),
+        ("uvicorn", "k3lib-serve"),
+        ("tiktoken", "the official tokenizer"),
+        ("llguidance", "constrained decoding"),
+        ("pillow", "image input"),
+    ):
         version = _version(dist)
         lines.append(f"  {dist:<22} {version or f'missing: {why} needs it (pip install k3lib[server])'}")
     lines.append("kernel packages")

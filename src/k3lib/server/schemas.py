@@ -55,6 +55,11 @@ IGNORED = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
+        "prompt_cache_options",
+        "prediction",  # speeds up, elsewhere
+        "verbosity",  # a hint
+        "web_search_options",
+        "stream_reasoning",
         "spaces_between_special_tokens",
     }
 )
@@ -64,12 +69,16 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
     "functions": ([],),
+    "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "separate_reasoning": (True,),
     "include_stop_str_in_output": (False,),
     "no_stop_trim": (False,),
     "return_hidden_states": (False,),
 }
+
+# What took the place of old fields.
+SUCCESSORS = {"functions": "tools", "function_call": "tool_choice"}
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Natural = Annotated[int, Field(strict=True, ge=0)]
@@ -100,10 +109,9 @@ class OpenRequest(BaseModel):
             if name not in NEUTRAL:
                 raise RequestError(f"unknown field {name[:80]!r}", param=name[:80])
             if not any(_is_same(value, neutral) for neutral in NEUTRAL[name]):
+                instead = f"use {SUCCESSORS[name]}" if name in SUCCESSORS else f"send {NEUTRAL[name][0]!r}"
                 raise RequestError(
-                    f"{name}={str(value)[:80]} is not supported by this version; leave it out or "
-                    f"send {NEUTRAL[name][0]!r}",
-                    param=name,
+                    f"{name}={str(value)[:80]} is not supported by this version; leave it out or {instead}", param=name
                 )
 
 
@@ -327,22 +335,46 @@ class FunctionCall(TypedDict):
 
 
 class MessageToolCall(TypedDict):
-    """A tool call of a message; a streamed one has an index."""
+    """A tool call of a message."""
 
-    index: NotRequired[int]
     id: str
     type: Literal["function"]
     function: FunctionCall
 
 
 class ChatMessage(TypedDict, total=False):
-    """The answer of the model, or a part of it in a stream."""
+    """The answer of the model."""
 
     role: Literal["assistant"]
     content: str | None
     reasoning_content: str | None
     refusal: None
     tool_calls: list[MessageToolCall]
+
+
+class FunctionCallPiece(TypedDict):
+    """The name of a tool call, or a piece of its arguments."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallPiece(TypedDict):
+    """A piece of the streamed tool call at `index`; the first one has all fields, the others `arguments`."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionCallPiece
+
+
+class ChatDelta(TypedDict, total=False):
+    """A piece of a streamed answer."""
+
+    role: Literal["assistant"]
+    content: str
+    reasoning_content: str
+    tool_calls: list[ToolCallPiece]
 
 
 class ChatTokenTop(TypedDict):
@@ -390,7 +422,7 @@ class ChatChunkChoice(TypedDict):
     """News about one answer."""
 
     index: int
-    delta: ChatMessage
+    delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: Finish | None
 

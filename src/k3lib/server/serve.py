@@ -16,6 +16,7 @@ import uvicorn
 from k3lib import ops
 from k3lib.engine import AsyncEngine, Engine
 from k3lib.engine.engine import decisions
+from k3lib.engine.grammar import is_available
 from k3lib.errors import ConfigError
 from k3lib.server.admin import reuse_obstacle
 from k3lib.server.app import create_app
@@ -49,7 +50,8 @@ def run_server(config: ServeConfig) -> int:
         resident_experts=where.resident_experts,
     )
     tok = tokenizer_for(where.model_path, where.tokenizer_path, model, revision=where.revision)
-    engine = Engine(model, _engine_config(config.engine))
+    engine = Engine(model, _engine_config(config.engine), tokenizer=tok)
+    _say_grammars(required=config.api.require_grammar)
     name = where.served_model_name or where.model_path or BUILT_IN
     _banner(name, engine)
     if tok.vocab_size > model.config.text.vocab_size:
@@ -73,6 +75,16 @@ def run_server(config: ServeConfig) -> int:
         watchdog.stop()
         runner.close()
     return 0 if server.started else 1
+
+
+def _say_grammars(*, required: bool) -> None:
+    """Say once if constrained decoding is missing."""
+    if is_available():
+        return
+    missing = "constrained decoding needs the package llguidance, which is not installed (k3lib[server] has it)"
+    if required:
+        raise ConfigError(f"--require-grammar: {missing}")
+    logger.warning("%s: JSON answers, forced calls and strict tools get 400", missing)
 
 
 def _engine_config(config: EngineConfig) -> EngineConfig:

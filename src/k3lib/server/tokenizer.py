@@ -77,6 +77,13 @@ class Codec(Protocol):
         ...
 
 
+class _TokenBytes(dict[int, bytes]):
+    """Bytes of each token; an id outside the vocabulary is U+FFFD."""
+
+    def __missing__(self, token_id: int) -> bytes:
+        return _REPLACEMENT
+
+
 class Tokenizer:
     """Maps text to token ids and back. Safe to share between threads.
 
@@ -86,6 +93,7 @@ class Tokenizer:
         special: name of each special token -> id.
         stop_ids: ids that end a turn, `<|end_of_msg|>` first.
         hidden_ids: ids that `skip_special_tokens` leaves out of a text: the named ones but for the brackets.
+        ascii_tokens: id -> text of the ordinary tokens that are plain ASCII, which need no decoder.
     """
 
     def __init__(self, codec: Codec, base_bytes: Sequence[bytes], special_names: Mapping[int, str]) -> None:
@@ -99,7 +107,8 @@ class Tokenizer:
         if len(self.special) != NUM_SPECIAL:
             raise ConfigError(f"need {NUM_SPECIAL} different special tokens, found {len(self.special)}")
         self._codec = codec
-        self._bytes = [*base_bytes, *(names[i].encode() for i in sorted(names))]
+        self._bytes = _TokenBytes(enumerate([*base_bytes, *(names[i].encode() for i in sorted(names))]))
+        self.ascii_tokens = {i: data.decode() for i, data in enumerate(base_bytes) if data.isascii()}
         # Longest first, so that no name hides another one that starts with it.
         ordered = sorted(self.special, key=len, reverse=True)
         self._special_pattern = re.compile(f"({'|'.join(map(re.escape, ordered))})")
@@ -134,25 +143,35 @@ class Tokenizer:
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """Concatenate the bytes of the tokens."""
-        size, table = self.vocab_size, self._bytes
-        return b"".join(table[i] if 0 <= i < size else _REPLACEMENT for i in ids)
+        return b"".join(map(self._bytes.__getitem__, ids))
 
 
 class IncrementalDecoder:
-    """Decodes a growing list of ids, holding back an incomplete UTF-8 tail."""
+    """Decodes a growing list of ids, holding back an incomplete UTF-8 tail.
+
+    Attributes:
+        is_whole: nothing is held back.
+    """
 
     def __init__(self, tok: Tokenizer) -> None:
+        self.is_whole = True
         self._tok = tok
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Iterable[int]) -> str:
         """Take new ids and return the text that is now certain."""
-        return self._utf8.decode(self._tok.decode_bytes(ids))
+        data = self._tok.decode_bytes(ids)
+        if self.is_whole and data.isascii():  # the usual case, several times as fast
+            return data.decode()
+        text = self._utf8.decode(data)
+        self.is_whole = not self._utf8.getstate()[0]
+        return text
 
     def finish(self) -> str:
         """Return what is left, an incomplete character as U+FFFD. The decoder is then empty."""
         rest = self._utf8.decode(b"", final=True)
         self._utf8.reset()
+        self.is_whole = True
         return rest
 
 
