@@ -254,7 +254,8 @@ def overhead(load: Load) -> None:
             now = Load(url, "nothing", None, clients, min(load.seconds, 10), load.prompt, load.tokens, 0, 0)
             before = processor_seconds(process.pid)
             record = asyncio.run(run(now))
-            print(f"{clients:>7} {1e6 * (processor_seconds(process.pid) - before) / record.tokens:>12.0f}")
+            streamed = len(record.first) + len(record.between)
+            print(f"{clients:>7} {1e6 * (processor_seconds(process.pid) - before) / streamed:>12.0f}")
 
 
 def main() -> None:

@@ -104,6 +104,7 @@ class Impl:
         requires: packages it needs.
         priority: higher first among the able; equal priorities by name.
         experimental: never run on its hardware by us; chosen by itself only over the reference, with a warning.
+        proven_on: chips that it has been run on by us; on all others it is experimental. None = all of them.
         deterministic: bitwise repeatable, and nothing inside is chosen by the rest of the batch. (Matrix products of
             torch may still round differently for another number of rows.)
         supports: None = yes, else the reason, one sentence of the form "needs A, got B".
@@ -119,6 +120,7 @@ class Impl:
     requires: tuple[Package, ...] = ()
     priority: int = 0
     experimental: bool = False
+    proven_on: frozenset[str] | None = None
     deterministic: bool = False
     supports: Callable[[Any], str | None] = _supports_all
     prepare: Callable[..., Any] | None = None
@@ -126,6 +128,10 @@ class Impl:
 
     def __str__(self) -> str:
         return self.name
+
+    def is_experimental(self, target: Target) -> bool:
+        """Whether it has never been run on this chip by us."""
+        return self.experimental or (self.proven_on is not None and target.arch not in self.proven_on)
 
     def why_not(self, spec: Spec | None, target: Target) -> str | None:
         """Return None if this implementation can serve `spec` on `target`, else the reason."""
@@ -158,21 +164,21 @@ class Decision:
         lines = [f"{self.op} on {self.target}"]
         rows = []
         if self.chosen is not None:
-            why = f"forced by {self.forced_by}" if self.forced_by else _rank(self.chosen)
+            why = f"forced by {self.forced_by}" if self.forced_by else _rank(self.chosen, self.target)
             rows.append(("chosen", self.chosen.name, why))
-        rows += [("able", impl.name, _rank(impl)) for impl in self.able if impl is not self.chosen]
+        rows += [("able", impl.name, _rank(impl, self.target)) for impl in self.able if impl is not self.chosen]
         rows += [("rejected", name, reason) for name, reason in self.rejected]
         width = max((len(name) for _, name, _ in rows), default=0)
         lines += [f"  {kind:<9} {name:<{width}}  {why}" for kind, name, why in rows]
         return "\n".join(lines)
 
 
-def _rank(impl: Impl) -> str:
+def _rank(impl: Impl, target: Target) -> str:
     if impl.name == REFERENCE:
         return "the readable reference"
     if impl.name == COMPOSED:
         return "in terms of narrower ops"
-    return f"priority {impl.priority}" + (", experimental" if impl.experimental else "")
+    return f"priority {impl.priority}" + (", experimental" if impl.is_experimental(target) else "")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -265,8 +271,12 @@ class Op(Generic[P, R]):
 
     def implementations(self) -> tuple[Impl, ...]:
         """All registered implementations, best first; the reference last."""
+        return self.ordered(None)
+
+    def ordered(self, target: Target | None) -> tuple[Impl, ...]:
+        """The same in the order in which this chip would choose."""
         _load_backends()
-        return tuple(sorted(self._impls.values(), key=lambda impl: _order(impl, self.default)))
+        return tuple(sorted(self._impls.values(), key=lambda impl: _order(impl, self.default, target)))
 
     def resolve(self, spec: Spec | None, *, target: Target | None = None) -> Impl:
         """Return the implementation that would run.
@@ -366,6 +376,7 @@ def register(
     requires: tuple[Package, ...] = (),
     priority: int = 0,
     experimental: bool = False,
+    proven_on: set[str] | frozenset[str] | None = None,
     deterministic: bool = False,
     supports: Callable[[Any], str | None] = _supports_all,
     prepare: Callable[..., Any] | None = None,
@@ -387,6 +398,7 @@ def register(
                 requires=requires,
                 priority=priority,
                 experimental=experimental,
+                proven_on=None if proven_on is None else frozenset(proven_on),
                 deterministic=deterministic,
                 supports=supports,
                 prepare=prepare,
@@ -475,15 +487,16 @@ def explain(op: Op[Any, Any], spec: Spec | None = None, *, target: Target | None
     return _decide(op, spec, target or op.local_target(), _current())
 
 
-def _order(impl: Impl, default: str) -> tuple[bool, bool, int, str]:
+def _order(impl: Impl, default: str, target: Target | None) -> tuple[bool, bool, int, str]:
     # an experimental kernel stands below every proven one and above the reference
-    return (impl.name == default, impl.experimental, -impl.priority, impl.name)
+    is_experimental = impl.experimental if target is None else impl.is_experimental(target)
+    return (impl.name == default, is_experimental, -impl.priority, impl.name)
 
 
 def _decide(op: Op[Any, Any], spec: Spec | None, target: Target, options: _Options) -> Decision:
     if spec is not None and options.deterministic and not spec.deterministic:
         spec = dataclasses.replace(spec, deterministic=True)  # type: ignore[type-var]
-    reasons = {impl: impl.why_not(spec, target) for impl in op.implementations()}
+    reasons = {impl: impl.why_not(spec, target) for impl in op.ordered(target)}
     asked = dict(options.per_op)
     if op.name not in asked and (inside := [part for part in op.parts if part in asked]):
         for impl in reasons:
@@ -516,7 +529,7 @@ def _resolve(op: Op[Any, Any], spec: Spec | None, target: Target, options: _Opti
         if options.strict:
             raise BackendUnavailable(f"{op.name}: only the reference is able, and strict is set\n{decision}", decision)
         _warn_once(op, f"{op.name} runs its slow reference on {target}: no kernel is able\n{decision}")
-    elif chosen.experimental:
+    elif chosen.is_experimental(target):
         _warn_once(op, f"{op.name} runs the experimental {chosen.name} on {target}\n{decision}")
     return chosen
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from k3lib import ops
-from k3lib.engine import AsyncEngine, Engine
+from k3lib.engine import AsyncEngine, Engine, EngineConfig
 from k3lib.engine.engine import decisions
 from k3lib.engine.grammar import is_available
 from k3lib.errors import ConfigError
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
 
-    from k3lib.engine.config import EngineConfig
     from k3lib.server.config import NetworkConfig, ServeConfig
     from k3lib.server.served import Served
 
@@ -36,6 +35,7 @@ __all__ = ["run_server"]
 logger = logging.getLogger(__name__)
 
 BUILT_IN = "tiny"  # the served name of the built-in model
+BUILT_IN_GRID = 64  # a chat with it has some hundred tokens, so at 512 nothing would ever be reused
 _LAST_WORDS = 5  # seconds for connections to close once their answers are out
 
 
@@ -50,7 +50,7 @@ def run_server(config: ServeConfig) -> int:
         resident_experts=where.resident_experts,
     )
     tok = tokenizer_for(where.model_path, where.tokenizer_path, model, revision=where.revision)
-    engine = Engine(model, _engine_config(config.engine), tokenizer=tok)
+    engine = Engine(model, _engine_config(config.engine, is_built_in=where.model_path is None), tokenizer=tok)
     _say_grammars(required=config.api.require_grammar)
     name = where.served_model_name or where.model_path or BUILT_IN
     _banner(name, engine)
@@ -87,10 +87,13 @@ def _say_grammars(*, required: bool) -> None:
     logger.warning("%s: JSON answers, forced calls and strict tools get 400", missing)
 
 
-def _engine_config(config: EngineConfig) -> EngineConfig:
+def _engine_config(config: EngineConfig, *, is_built_in: bool) -> EngineConfig:
     """The configuration with "auto", as other servers spell it, for what is left to the engine."""
     kv, state = (None if x == "auto" else x for x in (config.kv_cache_dtype, config.mamba_ssm_dtype))
-    return dataclasses.replace(config, kv_cache_dtype=kv, mamba_ssm_dtype=state)
+    grid = config.checkpoint_grid
+    if is_built_in and grid == EngineConfig().checkpoint_grid and not config.deterministic:
+        grid = BUILT_IN_GRID
+    return dataclasses.replace(config, kv_cache_dtype=kv, mamba_ssm_dtype=state, checkpoint_grid=grid)
 
 
 def _arguments(config: ServeConfig) -> dict[str, Any]:
