@@ -102,8 +102,19 @@ def test_resident_experts_reach_the_loader_only_when_given(monkeypatch):
 
 @pytest.mark.parametrize("name", ["kv_cache_dtype", "mamba_ssm_dtype"])
 def test_auto_leaves_a_dtype_to_the_engine(name):
-    assert getattr(serve._engine_config(EngineConfig(**{name: "auto"})), name) is None
-    assert getattr(serve._engine_config(EngineConfig(**{name: "bfloat16"})), name) == "bfloat16"
+    for asked, expected in (("auto", None), ("bfloat16", "bfloat16")):
+        config = serve._engine_config(EngineConfig(**{name: asked}), is_built_in=False)
+        assert getattr(config, name) == expected
+
+
+def test_the_built_in_model_keeps_states_often_unless_told_otherwise():
+    def grid(**fields):
+        return serve._engine_config(EngineConfig(**fields), is_built_in=True).checkpoint_grid
+
+    assert grid() == serve.BUILT_IN_GRID
+    assert grid(checkpoint_grid=128) == 128
+    assert grid(deterministic=True) == 512
+    assert serve._engine_config(EngineConfig(), is_built_in=False).checkpoint_grid == 512
 
 
 def test_an_error_at_start_is_one_line(tmp_path):
