@@ -289,3 +289,22 @@ def test_doctor_imports_no_vendor_package():
     )
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert out.strip() == "[]"
+
+
+def test_bench_prints_a_table_or_json(k3lib):
+    only = ("--op", "route", "--case", "1 tokens")
+    status, out, _ = k3lib("bench", *only)
+    assert status == 0
+    assert "route             1 tokens                cpu" in out
+    status, out, _ = k3lib("bench", *only, "--json", "--references", "--no-check")
+    assert status == 0
+    assert {json.loads(line)["impl"] for line in out.splitlines()} == {"cpu", "reference"}
+    status, out, err = k3lib("bench", "--op", "nothing")
+    assert status == 2
+    assert "bench has no case of nothing" in err
+
+
+def test_conformance_prints_a_table(k3lib):
+    status, out, _ = k3lib("conformance", "--op", "rms_norm", "--op", "route", "--dtype", "float32", "--device", "cpu")
+    assert status == 0
+    assert "rms_norm          cpu                 5     0       0" in out

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from k3lib.config import KimiK3Config
 
-__all__ = ["main", "serve"]
+__all__ = ["bench", "main", "serve"]
 
 # without it, tyro would make a subcommand of the pools in EngineConfig, which flags derive
 SERVE_OPTIONS = (tyro.conf.AvoidSubcommands,)
@@ -364,6 +364,72 @@ class Doctor:
         return 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Time ops at the sizes of Kimi-K3, each checked first, against the floor of the device and against each other."""
+
+    op: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Only this op; may be given several times."""
+    impl: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Only this implementation; may be given several times. Default: all that are able, without references."""
+    case: str = ""
+    """Only cases whose name has this text."""
+    device: str | None = None
+    """Default: the accelerator, else the CPU."""
+    check: bool = True
+    """Compare with the reference first."""
+    references: bool = False
+    """Time the references too."""
+    json: bool = False
+    """One JSON object a line in place of the table."""
+
+    def run(self) -> int:
+        from k3lib import bench
+
+        cases = [case for case in bench.CASES if self.case in case.name]
+        found = bench.run(
+            self.op,
+            device=_device(self.device),
+            impls=self.impl,
+            cases=cases,
+            checks=self.check,
+            references=self.references,
+            progress=True,
+        )
+        print(bench.lines(found) if self.json else bench.table(found))
+        return int(any(timing.us is None for timing in found))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conformance:
+    """Check every implementation of every op on this machine against the reference; exit status 1 if one fails."""
+
+    op: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Only this op; may be given several times."""
+    impl: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Only this implementation; may be given several times."""
+    device: str | None = None
+    """Default: the accelerator, else the CPU."""
+    dtype: tyro.conf.UseAppendAction[tuple[DType, ...]] = ()
+    """Of activations; default: bfloat16 and float32."""
+
+    def run(self) -> int:
+        import torch
+
+        from k3lib import conformance
+
+        dtypes = [getattr(torch, name) for name in self.dtype or ("bfloat16", "float32")]
+        found = conformance.run(self.op, device=_device(self.device), dtypes=dtypes, impls=self.impl, progress=True)
+        print(conformance.table(found))
+        return int(any(result.outcome == "FAILED" for result in found))
+
+
+def _device(asked: str | None) -> Any:  # noqa: ANN401 - a torch.device; torch is imported late
+    import torch
+
+    return torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 Command = (
     Annotated[MakeTiny, tyro.conf.subcommand("make-tiny")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
@@ -371,6 +437,8 @@ Command = (
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
     | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[Conformance, tyro.conf.subcommand("conformance")]
 )
 
 
@@ -396,6 +464,11 @@ def main() -> None:
     level = os.environ.get("K3LIB_LOG", "warning")
     logging.basicConfig(level=level.upper(), format="%(levelname)s %(name)s: %(message)s")
     sys.exit(_run(command.run))
+
+
+def bench() -> None:
+    """Run `k3lib bench`."""
+    sys.exit(_run(tyro.cli(Bench, prog="k3lib bench").run))
 
 
 def serve() -> None:
