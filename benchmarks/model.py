@@ -13,11 +13,13 @@ import gc
 import json
 import platform
 import statistics
+import sys
 import time
 import warnings
 
 import torch
 
+from benchmarks import rank
 from k3lib import Batch, Engine, EngineConfig, KimiK3ForCausalLM, SamplingParams
 from k3lib.engine import Request
 from k3lib.server.tiny import tiny_model
@@ -62,6 +64,7 @@ def decode(model, requests: int, tokens: int, repeats: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path")
+    parser.add_argument("--rank-of", metavar="tp16", help="one rank's share of Kimi-K3 instead; see benchmarks.rank")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=0, help="0 = best of 1 and all cores, per case")
@@ -69,7 +72,13 @@ def main() -> None:
     parser.add_argument("--decode", type=int, nargs="*", default=[1, 8], help="requests side by side")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
+    args, rest = parser.parse_known_args()
+    if args.rank_of:
+        sys.argv = ["benchmarks.rank", "--of", args.rank_of, *rest]
+        rank.main()
+        return
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     dtype = getattr(torch, args.dtype)

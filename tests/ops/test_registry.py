@@ -659,3 +659,59 @@ def test_observers_are_not_called_from_compiled_code():
     with observe(lambda *event: events.append(event)):
         compiled(X)
     assert events == []
+
+
+class CompilationError(Exception):
+    """Named like the one of Triton, which need not be installed."""
+
+
+@pytest.fixture
+def put():
+    """Register a function as the kernel `broken` of `rms_norm`."""
+    yield lambda run: register(rms_norm, name="broken", platforms=HERE, priority=99)(run)
+    rms_norm.remove("broken")
+
+
+def fails_to_compile(calls, width):
+    def run(x, weight, *, eps):
+        calls.append(x.shape[-1])
+        if x.shape[-1] == width:
+            raise CompilationError("at 3:4:\n  y = tl.dot(a, b)\n  ^\nk must be at least 16")
+        return rms_norm.reference(x, weight, eps=eps)
+
+    return run
+
+
+def test_a_kernel_that_does_not_compile_is_reported_and_the_next_one_runs(put):
+    calls = []
+    put(fails_to_compile(calls, 8))
+    x, weight = torch.randn(3, 8), torch.ones(8)
+    with pytest.warns(
+        SlowPathWarning, match="rms_norm/broken could not be compiled .* k must be at least 16"
+    ) as caught:
+        out = rms_norm(x, weight, eps=1e-5)
+    assert torch.equal(out, rms_norm.reference(x, weight, eps=1e-5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rms_norm(x, weight, eps=1e-5)
+    assert len(caught) == 1
+    assert calls == [8]
+    decision = explain(rms_norm, rms_norm.spec_of(x, weight, eps=1e-5), target=Target.cpu())
+    assert dict(decision.rejected)["broken"] == "could not be compiled here: k must be at least 16"
+    rms_norm(torch.randn(3, 4), torch.ones(4), eps=1e-5)  # another call compiles
+    assert calls == [8, 4]
+
+
+def test_a_forced_kernel_that_does_not_compile_raises(put):
+    put(fails_to_compile([], 8))
+    with use_backend(rms_norm="broken"), pytest.raises(CompilationError):
+        rms_norm(torch.randn(3, 8), torch.ones(8), eps=1e-5)
+
+
+def test_other_errors_of_a_kernel_pass(put):
+    def run(x, weight, *, eps):
+        raise RuntimeError("out of memory")
+
+    put(run)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        rms_norm(torch.randn(3, 8), torch.ones(8), eps=1e-5)

@@ -40,6 +40,7 @@ __all__ = [
     "observe",
     "op",
     "ops",
+    "options_key",
     "register",
     "use_backend",
     "use_options",
@@ -236,6 +237,7 @@ class Op(Generic[P, R]):
         self.spec_of = spec_of
         self.default = default
         self.parts = parts
+        self.broken: dict[tuple[str, Spec], str] = {}  # kernels that did not compile for a spec, with why
         # key with the identity of the spec, which the value keeps alive
         self._memo: dict[tuple[int, str, _Options], tuple[Spec, str, Callable[..., Any]]] = {}
         self._impls: dict[str, Impl] = {}
@@ -251,16 +253,31 @@ class Op(Generic[P, R]):
         if torch.compiler.is_dynamo_compiling():
             spec_type: type[Any] = type(spec)
             facts = tuple(getattr(spec, name) for name in spec_type.__slots__)
-            name = _choose_while_compiling(self.name, spec_type, facts, _device_type(args))
+            name = _choose_while_compiling(self.name, spec_type, facts, _device_type((*args, *kwargs.values())))
             traced: R = self._impls[name].run(*args, **kwargs)
             return traced
         first: Any = args[0] if args else None
-        key = (id(spec), _device_type(args) if first is None else first.device.type, _current())
+        key = (id(spec), _device_type((*args, *kwargs.values())) if first is None else first.device.type, _current())
         known = self._memo.get(key) or self._remember(spec, key)
         for callback in _observers.get():
             callback(self.name, spec, known[1])
-        result: R = known[2](*args, **kwargs)
+        try:
+            result: R = known[2](*args, **kwargs)
+        except Exception as error:
+            if (reason := _compiler_error(error)) is None or known[1] == self.default or self._is_forced(known[1]):
+                raise
+            self._give_up(known[1], spec, reason)
+            return self(*args, **kwargs)
         return result
+
+    def _is_forced(self, name: str) -> bool:
+        return dict(_current().per_op).get(self.name) == name
+
+    def _give_up(self, name: str, spec: Spec, reason: str) -> None:
+        """Do not choose a kernel again for calls like one at which it could not be compiled."""
+        self.broken[name, spec] = f"could not be compiled here: {reason}"
+        _forget_choices()
+        _warn_once(self, f"{self.name}/{name} could not be compiled and is not used: {reason}")
 
     def _remember(self, spec: Spec, key: tuple[int, str, _Options]) -> tuple[Spec, str, Callable[..., Any]]:
         name = _cached_choice(self.name, spec, key[1], key[2])
@@ -313,7 +330,18 @@ class Op(Generic[P, R]):
             raise ConfigError(f"{self.name}: the {name} implementation cannot be removed")
         if self._impls.pop(name, None) is None:
             raise ConfigError(f"{self.name} has no implementation named {name!r}")
+        self.broken = {key: reason for key, reason in self.broken.items() if key[0] != name}
         _forget_choices()
+
+
+def _compiler_error(error: Exception) -> str | None:
+    """First sentence of an error of a kernel compiler, or None for any other error."""
+    kinds = {(kind.__module__.split(".")[0], kind.__name__) for kind in type(error).__mro__}
+    if not any(module == "triton" or name in ("CompilationError", "OutOfResources") for module, name in kinds):
+        return None
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # Triton quotes its source first and says what is wrong last
+    return (lines[-1] if lines and lines[0].startswith("at ") else lines[0] if lines else type(error).__name__)[:200]
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:
@@ -466,6 +494,11 @@ def use_options(*, strict: bool | None = None, deterministic: bool | None = None
         _options.reset(token)
 
 
+def options_key() -> object:
+    """What `use_backend` and `use_options` ask for here: the same object as long as it is the same."""
+    return _current()
+
+
 @contextlib.contextmanager
 def observe(callback: Callable[[str, Any, str], None]) -> Iterator[None]:
     """Call `callback(op name, spec, implementation name)` at every call of an op."""
@@ -497,6 +530,8 @@ def _decide(op: Op[Any, Any], spec: Spec | None, target: Target, options: _Optio
     if spec is not None and options.deterministic and not spec.deterministic:
         spec = dataclasses.replace(spec, deterministic=True)  # type: ignore[type-var]
     reasons = {impl: impl.why_not(spec, target) for impl in op.ordered(target)}
+    if spec is not None and op.broken and target.platform == op.local_target().platform:
+        reasons = {impl: reason or op.broken.get((impl.name, spec)) for impl, reason in reasons.items()}
     asked = dict(options.per_op)
     if op.name not in asked and (inside := [part for part in op.parts if part in asked]):
         for impl in reasons:
