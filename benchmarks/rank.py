@@ -195,7 +195,8 @@ def main() -> None:
         model = build(config, size, device)
     text = config.text
     dense, expert = weight_bytes(model)
-    kda, mla = len(text.kda_layers), args.layers - len(text.kda_layers)
+    kda = sum(kind == "kda" for kind in text.layer_types)
+    mla = args.layers - kda
     heads = text.kda.num_heads // size
     state = heads * text.kda.key_dim * text.kda.value_dim * 4 * kda
     row = (text.mla.kv_lora_rank + text.mla.qk_rope_head_dim) * 2 * mla

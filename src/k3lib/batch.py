@@ -284,6 +284,84 @@ class Batch:
             batch._place(page_tables, page_size, totals, device)
         return batch
 
+    @classmethod
+    def static(
+        cls,
+        num_requests: int,
+        tokens_per_request: int = 1,
+        *,
+        max_pages: int,
+        device: torch.device | str | None = None,
+    ) -> Batch:
+        """A step of fixed shape, for a captured graph: `fill` copies a real one into it.
+
+        All its requests are padding: tokens 0, the null slot, the null page, row 0, one visible row.
+
+        Args:
+            num_requests: requests of the step.
+            tokens_per_request: new tokens of each: 1 in a decode step, more in a verify step.
+            max_pages: width of the page table.
+            device: where the tensors go.
+
+        Raises:
+            ConfigError: a count below 1.
+        """
+        for name, value in (("num_requests", num_requests), ("tokens_per_request", tokens_per_request)):
+            if value < 1:
+                raise ConfigError(f"Batch.static: {name} must be >= 1, got {value}")
+        total = num_requests * tokens_per_request
+        batch = cls.of(
+            [tokens_per_request] * num_requests,
+            mode="decode" if tokens_per_request == 1 else "verify",
+            slots=[0] * num_requests,
+            input_ids=torch.zeros(total, dtype=torch.int64, device=device),
+        )
+        batch.page_table = torch.zeros(num_requests, max(1, max_pages), dtype=torch.int32, device=device)
+        batch.rows = torch.zeros(total, dtype=torch.int64, device=device)
+        batch.key_lens = torch.ones(total, dtype=torch.int32, device=device)
+        return batch
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether `fill` takes this batch."""
+        table, mine = batch.page_table, self.page_table
+        return (
+            batch.mode == self.mode
+            and len(batch.new_tokens) <= len(self.new_tokens)
+            and all(n == self.max_new for n in batch.new_tokens)
+            and batch.input_ids is not None
+            and batch.slots is not None
+            and table is not None
+            and mine is not None
+            and table.shape[1] <= mine.shape[1]
+            and batch.saves is None
+            and batch.routes is None
+        )
+
+    def fill(self, batch: Batch) -> None:
+        """Copy a step into the tensors of this `static` one; what it does not use becomes padding again.
+
+        Raises:
+            ConfigError: another mode or number of tokens a request, more requests or a wider page table, or interior
+                states or routes to keep.
+        """
+        if not self.fits(batch):
+            raise ConfigError(
+                f"Batch.fill: {len(batch.new_tokens)} requests of {batch.max_new} tokens ({batch.mode}) do not fit "
+                f"{len(self.new_tokens)} of {self.max_new} ({self.mode}), or they keep states or routes"
+            )
+        table, source = self.page_table, batch.page_table
+        assert table is not None and source is not None, "checked by fits"  # noqa: PT018
+        requests = len(batch.new_tokens)
+        table[:requests, : source.shape[1]].copy_(source)
+        table[requests:, :1].zero_()  # the only entry that padding looks at
+        padding = {"input_ids": 0, "seq_lens": self.max_new, "slots": 0, "rows": 0, "key_lens": 1}
+        for name, value in padding.items():
+            target, given = getattr(self, name), getattr(batch, name)
+            target[: len(given)].copy_(given)
+            target[len(given) :].fill_(value)
+        self.max_seq = batch.max_seq
+        self.cached_tokens = batch.cached_tokens + (0,) * (len(self.new_tokens) - requests)
+
     def _place(
         self,
         page_tables: Sequence[Sequence[int]],

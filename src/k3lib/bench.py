@@ -94,14 +94,14 @@ class Ceilings:
     def of(cls, device: torch.device) -> Ceilings:
         """Measure them."""
         on_gpu = device.type == "cuda"
-        source = torch.empty((1 << 30) if on_gpu else (1 << 26), dtype=torch.uint8, device=device).random_()
+        source = torch.randn((1 << 28) if on_gpu else (1 << 24), device=device)
         target = torch.empty_like(source)
         side = 8192 if on_gpu else 512
         dtype = torch.bfloat16 if on_gpu else torch.float32
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-        copy, product = (
-            min(measure([call], device, repeat=8)) for call in (lambda: target.copy_(source), lambda: a @ b)
-        )
+        # by a kernel: a copy that stands in a graph goes through the copy engine, at two thirds of the speed
+        calls = (lambda: torch.neg(source, out=target), lambda: a @ b)
+        copy, product = (min(measure([call], device, repeat=8)) for call in calls)
         return cls(2 * source.nbytes / copy, 2 * side**3 / product)
 
     def floor(self, trial: Trial) -> float:

@@ -146,6 +146,8 @@ def check(op: Op[Any, Any], impl: Impl, trial: Trial, device: torch.device, dtyp
         with use_options(strict=False):
             want = _tensors(op.reference(**wide.args), wide)
         got = _tensors(impl.run(**local.args), local)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # so that a fault is blamed on this one
         again = moved(trial, device)
         repeated = _tensors(impl.run(**again.args), again)
         worst = max((_compare(op.name, name, x, got[name], dtype) for name, x in want.items()), default=0.0)

@@ -18,7 +18,7 @@ from k3lib.errors import CapacityError, ConfigError, RequestError
 POOLS = CacheConfig(num_pages=8, num_slots=4, page_size=8, checkpoint_grid=16)
 NAMES = {
     "context_length", "max_running_requests", "max_mamba_cache_size", "max_total_num_tokens", "page_size",
-    "checkpoint_grid", "chunked_prefill_size", "max_queued_requests",
+    "checkpoint_grid", "chunked_prefill_size", "max_queued_requests", "cuda_graphs",
 }  # fmt: skip
 
 
@@ -164,6 +164,7 @@ def test_what_is_left_open_is_derived_or_default(model):
         "checkpoint_grid": (512, "default"),
         "chunked_prefill_size": (2048, "default"),
         "max_queued_requests": ("unlimited", "default"),
+        "cuda_graphs": (0, "derived"),  # a CPU has none
     }
     assert found.cache.prefix_cache
     assert found.cache.keep_turn_ends

@@ -32,7 +32,7 @@ FLAGS = re.findall(
 --context-length --chunked-prefill-size --max-running-requests --max-queued-requests --queue-timeout --request-timeout
 --disable-radix-cache --checkpoint-grid --mamba-track-interval --keep-turn-ends --page-size --kv-cache-dtype
 --mamba-ssm-dtype --mamba-radix-cache-strategy --mamba-full-memory-ratio --max-mamba-cache-size --max-total-tokens
---mem-fraction-static --schedule-conservativeness --mix-decode --deterministic --strict-backends
+--mem-fraction-static --schedule-conservativeness --mix-decode --deterministic --strict-backends --cuda-graphs
 --reasoning-parser --tool-call-parser --enable-metrics --enable-cache-report
     """,
 )

@@ -17,10 +17,10 @@ __all__ = ["ADAPTERS", "FAILED", "GROUP", "KNOWN", "load_all"]
 logger = logging.getLogger(__name__)
 
 GROUP = "k3lib.backends"
-ADAPTERS = ("cpu",)
+ADAPTERS = ("cpu", "triton", "sdpa", "fla")
 # Packages with kernels for K3, with their right distributions and a file that tells them from placeholders.
 KNOWN = (
-    Package("triton"),
+    Package("triton", ("triton", "pytorch-triton", "pytorch-triton-rocm"), at_least="3.4"),
     Package("flashinfer", ("flashinfer-python",), at_least="0.7.2", marker="kda.py"),
     Package("fla", ("fla-core", "flash-linear-attention"), at_least="0.5.0", marker="ops/kda/chunk.py"),
     Package("flash_mla", ("sgl-flash-mla", "flash_mla"), marker="*.so"),
@@ -36,7 +36,9 @@ FAILED: dict[str, str] = {}  # entry point -> why it could not be loaded; shown 
 def load_all() -> None:
     """Import our adapters and those of installed packages. A foreign one that fails is logged, never fatal."""
     for name in ADAPTERS:
-        importlib.import_module(f"k3lib.backends.{name}")
+        adapters = importlib.import_module(f"k3lib.backends.{name}")
+        if hasattr(adapters, "load"):
+            adapters.load()
     for entry in entry_points(group=GROUP):
         try:
             loaded = entry.load()

@@ -58,6 +58,7 @@ class EngineConfig:
             itself, prefills are cut at multiples of `chunked_prefill_size`, or of the checkpoint grid if that is less,
             and only states at such multiples are reused.
         strict_backends: refuse the slow reference on an accelerator.
+        cuda_graphs: replay decode steps on a CUDA device, if all of their kernels can be captured.
     """
 
     cache: CacheConfig | None = None
@@ -83,6 +84,7 @@ class EngineConfig:
     mix_decode: bool = False
     deterministic: bool = False
     strict_backends: bool = False
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         for name, least in _COUNTS.items():
@@ -167,6 +169,7 @@ class Resolved:
         context_length: longest prompt plus output.
         max_running: requests in flight.
         chunk_tokens: most prompt tokens of a prefill step.
+        graph_requests: most requests of a decode step that is replayed; 0 = none is.
         limits: every effective limit with its reason.
     """
 
@@ -174,6 +177,7 @@ class Resolved:
     context_length: int
     max_running: int
     chunk_tokens: int
+    graph_requests: int
     limits: tuple[Limit, ...]
 
 
@@ -216,6 +220,10 @@ def resolve_limits(model: KimiK3ForCausalLM, config: EngineConfig) -> Resolved:
     if cache.prefix_cache:
         reuse_note = "reuse begins at its multiples" + (" and where requests ended" if cache.keep_turn_ends else "")
     queued = config.max_queued_requests
+    # deterministic computes every request by itself
+    graphs, graphs_note = (1 if config.deterministic else running), "requests of a decode step that is replayed"
+    if model.device.type != "cuda" or not config.cuda_graphs:
+        graphs, graphs_note = 0, "no CUDA device" if config.cuda_graphs else "decode steps run eagerly"
 
     def reason(field: str, value: object) -> Reason:
         if config.cache is not None and field in _OF_POOLS:
@@ -240,8 +248,9 @@ def resolve_limits(model: KimiK3ForCausalLM, config: EngineConfig) -> Resolved:
             "max_queued_requests", "unlimited" if queued is None else queued, "default" if queued is None else "given",
             "requests that wait",
         ),
+        Limit("cuda_graphs", graphs, "derived" if config.cuda_graphs else "given", graphs_note),
     )  # fmt: skip
-    return Resolved(cache, context, running, chunk, limits)
+    return Resolved(cache, context, running, chunk, graphs, limits)
 
 
 def _derive_cache(

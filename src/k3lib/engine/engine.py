@@ -18,8 +18,9 @@ from tqdm import tqdm
 
 from k3lib import ops
 from k3lib.cache import HybridCache
-from k3lib.engine.config import EngineConfig, resolve_limits
+from k3lib.engine.config import EngineConfig, Resolved, resolve_limits
 from k3lib.engine.grammar import Grammar, GrammarCompiler, Matcher
+from k3lib.engine.graphs import DecodeGraphs
 from k3lib.engine.request import FinishReason, Output, Request, RequestState, SamplingParams, StepOutput
 from k3lib.engine.runner import NO_TOKEN, Runner
 from k3lib.engine.sampler import TokenCounts
@@ -107,6 +108,7 @@ class Engine:
             piece_tokens=min(resolved.chunk_tokens, _LARGEST_PIECE),
             strict=self.config.strict_backends,
             one_by_one=self.config.deterministic,
+            graphs=self._decode_graphs(resolved),
         )
         self._states: dict[str, RequestState] = {}
         # ends that the next step tells, outputs that no step() has returned yet, and those for `generate` and `stream`
@@ -117,6 +119,12 @@ class Engine:
         self._numbers = itertools.count(1)
         self._counters: collections.Counter[str] = collections.Counter()
         self._weights = 0
+
+    def _decode_graphs(self, resolved: Resolved) -> DecodeGraphs | None:
+        if not resolved.graph_requests:
+            return None
+        pages = -(-self.context_length // resolved.cache.page_size)
+        return DecodeGraphs(self.model, self.cache, max_requests=resolved.graph_requests, max_pages=pages)
 
     @classmethod
     def from_pretrained(cls, path: str | PathLike[str], config: EngineConfig | None = None, **load: Any) -> Engine:  # noqa: ANN401

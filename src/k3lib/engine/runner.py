@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from k3lib.cache import HybridCache
+    from k3lib.engine.graphs import DecodeGraphs
     from k3lib.engine.request import RequestState, TokenLogprob
     from k3lib.engine.scheduler import StepPlan, Work
     from k3lib.model import KimiK3ForCausalLM
@@ -84,6 +85,7 @@ class Runner:
         piece_tokens: int = 4096,
         strict: bool = False,
         one_by_one: bool = False,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         """Make a runner.
 
@@ -93,12 +95,14 @@ class Runner:
             piece_tokens: cached tokens that a prefill looks at together.
             strict: refuse slow references on an accelerator.
             one_by_one: give the model one request at a time, so that the company of a request changes nothing.
+            graphs: replay decode steps; None runs all eagerly.
         """
         self.model = model
         self.cache = cache
         self.piece_tokens = piece_tokens
         self.strict = strict
         self.one_by_one = one_by_one
+        self.graphs = graphs
         self._prepared: tuple[tuple[int, ...], Prepared] | None = None
 
     def launch(self, plan: StepPlan) -> Launched:
@@ -154,7 +158,13 @@ class Runner:
             assert text.moe is not None, "checked when the request came"
             shape = (batch.num_tokens, text.num_layers - len(text.dense_layers), text.moe.top_k)
             batch.routes = RouteTap(torch.zeros(shape, dtype=torch.int32, device=self.model.device), replay=False)
-        if any(work.state.request.params.prompt_logprobs for work in group):
+        wants_prompt = any(work.state.request.params.prompt_logprobs for work in group)
+        if mode == "decode" and self.graphs is not None and not wants_prompt:
+            replayed = self.graphs.run(batch)
+            if replayed is not None:
+                # the next request of this step replays the same graph
+                return replayed.clone() if self.one_by_one else replayed, batch.seq_lens
+        if wants_prompt:
             hidden = self.model.hidden(batch, self.cache)
             logits = self.model.scores(hidden[batch.cu_seqlens[1:].long() - 1])
         else:

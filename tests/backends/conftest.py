@@ -1,0 +1,49 @@
+"""Kernels run on a GPU if there is one, else in the interpreter of Triton, chosen before they are imported."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from k3lib.testing import fill_nan
+
+
+def _loops_in_the_interpreter():
+    """Let the interpreter take its scalars as bounds of loops: they are arrays of one element, which numpy refuses."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    _loops_in_the_interpreter()
+
+
+@pytest.fixture(autouse=True)
+def nan_filled_memory():
+    with fill_nan():
+        yield
+
+
+@pytest.fixture(scope="session")
+def device():
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def pytest_collection_modifyitems(items):
+    """The interpreter is slow: what runs in two dtypes runs in float32 alone there, unless asked otherwise."""
+    if torch.cuda.is_available() or os.environ.get("K3LIB_ALL_KERNEL_TESTS"):
+        return
+    skip = pytest.mark.skip(reason="float16 in the interpreter; set K3LIB_ALL_KERNEL_TESTS=1")
+    folder = os.path.dirname(__file__)
+    for item in items:
+        if str(item.path).startswith(folder) and "float16" in item.name.replace("bfloat16", ""):
+            item.add_marker(skip)
