@@ -487,6 +487,17 @@ def test_interior_states_equal_shorter_prefills(op, impl, wanted, device):
 
 
 @forms
+def test_one_state_may_be_saved_to_two_slots(op):
+    case = kda_case([9], rows=5)
+    case.saves = saves_of([(0, 3, 2), (0, 3, 3), (0, 9, 4)])
+    _, state = case.run(op)
+    _, prefix = case.alone(0).cut(3).run(op.reference)
+    for slot in (2, 3):
+        assert_close(f"slot {slot}", prefix[1], state[slot], tolerance(op.name, F32))
+    assert state[4].equal(state[1])
+
+
+@forms
 def test_saves_into_the_null_slot_are_dropped(op):
     case = kda_case([9], rows=4)
     want, want_state = case.run(op)

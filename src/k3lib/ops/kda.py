@@ -320,7 +320,9 @@ def kda_recurrent(
     order = sorted(range(len(call.lengths)), key=lambda i: -call.lengths[i])  # the running ones come first
     plain = order == list(range(len(order)))
     s = call.initial if plain else call.initial[order]
-    wanted = {(request, offset): n for n, (request, offset, _) in enumerate(call.saves)}
+    wanted: dict[tuple[int, int], list[int]] = {}
+    for n, (request, offset, _) in enumerate(call.saves):
+        wanted.setdefault((request, offset), []).append(n)
     kept: list[Tensor] = [call.initial] * len(call.saves)
     outs, ended, tokens = [], [], []
     for t in range(max(call.lengths, default=0)):
@@ -336,8 +338,8 @@ def kda_recurrent(
         s = s + (call.beta[at][..., None] * error)[..., None] * call.k[at][:, :, None, :]
         outs.append((s @ call.q[at][..., None]).squeeze(-1))
         for n, i in enumerate(order[:running]):
-            if (i, t + 1) in wanted:
-                kept[wanted[i, t + 1]] = s[n]
+            for which in wanted.get((i, t + 1), ()):
+                kept[which] = s[n]
     final = torch.cat([s, *reversed(ended)]) if ended else s
     if not plain:
         final = final[torch.tensor(order, device=final.device).argsort()]
