@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from k3lib.ops import Impl, Op
     from k3lib.trials import Trial
 
-__all__ = ["CASES", "Case", "Ceilings", "Timing", "measure", "run", "table"]
+__all__ = ["CASES", "Case", "Ceilings", "Timing", "lines", "measure", "run", "table"]
 
 COLD_BYTES = 256 << 20  # of arguments in turn: several times the cache of an H200
 MAX_COPIES = 32

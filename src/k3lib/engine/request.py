@@ -216,7 +216,6 @@ class RequestState:
         preemptions: how often its memory was taken.
         prompt_logprobs: of the prompt so far; None for the first token and for what is not computed yet.
         routes: experts of each computed token, by position.
-        text: what was generated, as far as stop texts need it.
     """
 
     request: Request
@@ -232,7 +231,6 @@ class RequestState:
     preemptions: int = 0
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     routes: Tensor | None = None
-    text: str = ""
 
     @property
     def num_prompt(self) -> int:
