@@ -40,7 +40,7 @@ def _flags() -> Iterator[Flag]:
         part = getattr(config, group.name)
         helps = _helps(type(part))
         for field in dataclasses.fields(part):
-            if field.name != "cache":  # flags derive it
+            if field.name not in {"cache", "spec"}:  # other flags make them
                 default = _default(getattr(part, field.name))
                 yield Flag(group.name, "--" + field.name.replace("_", "-"), default, helps.get(field.name, ""))
 

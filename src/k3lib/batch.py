@@ -23,13 +23,33 @@ __all__ = ["Batch", "CacheViews", "FeatureTap", "KDAState", "LatentPages", "Rout
 Mode = Literal["prefill", "decode", "verify"]
 
 
-class VerifyScratch(Protocol):
-    """Where a verify step leaves what its rollback needs, instead of advancing the committed state."""
+@dataclass(slots=True)
+class VerifyScratch:
+    """Where a verify step of one KDA layer leaves what its rollback needs; the committed state stays as it is.
+
+    Row i belongs to request i of the batch, entry t to its t-th new token. R rows, D tokens a row, C convolution
+    channels. Either `states` or the other four are given.
+
+    Attributes:
+        inputs: `[R, D, C]`, projected inputs of the convolution.
+        states: `[R, D, H, V, K]`, the state after each token.
+        k: `[R, D, H, K]`, after the convolution, not normalised.
+        v: `[R, D, H, V]`, after the convolution.
+        log_decay: `[R, D, H, K]` fp32, as `kda_gate` gives it.
+        beta: `[R, D, H]` fp32, after the sigmoid.
+    """
+
+    inputs: Tensor
+    states: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    log_decay: Tensor | None = None
+    beta: Tensor | None = None
 
     @property
     def kind(self) -> Literal["states", "replay"]:
         """States kept per position, or inputs kept and replayed."""
-        ...
+        return "replay" if self.states is None else "states"
 
 
 @dataclass(slots=True)
@@ -167,6 +187,7 @@ class Batch:
         key_lens: `[T]` int32, rows of this rank's pages that each new token may see, itself included.
         saves: interior KDA states to keep.
         routes: record or replay expert ids.
+        replica_tokens: tokens of every replica in this step, where several share their experts; empty asks them.
     """
 
     input_ids: Tensor | None
@@ -183,6 +204,7 @@ class Batch:
     key_lens: Tensor | None = None
     saves: StateSaves | None = None
     routes: RouteTap | None = None
+    replica_tokens: tuple[int, ...] = ()
     _prefix: list[PrefixPiece] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -327,7 +349,7 @@ class Batch:
         return (
             batch.mode == self.mode
             and len(batch.new_tokens) <= len(self.new_tokens)
-            and all(n == self.max_new for n in batch.new_tokens)
+            and all(0 < n <= self.max_new for n in batch.new_tokens)
             and batch.input_ids is not None
             and batch.slots is not None
             and table is not None
@@ -340,9 +362,12 @@ class Batch:
     def fill(self, batch: Batch) -> None:
         """Copy a step into the tensors of this `static` one; what it does not use becomes padding again.
 
+        A request of a verify step may have fewer tokens than the static one has for it: `place_of` says where its
+        tokens are. Those behind them go to the null page, and rollback never looks at what they leave elsewhere.
+
         Raises:
-            ConfigError: another mode or number of tokens a request, more requests or a wider page table, or interior
-                states or routes to keep.
+            ConfigError: another mode, more requests or tokens of one, a wider page table, or interior states or routes
+                to keep.
         """
         if not self.fits(batch):
             raise ConfigError(
@@ -355,12 +380,26 @@ class Batch:
         table[:requests, : source.shape[1]].copy_(source)
         table[requests:, :1].zero_()  # the only entry that padding looks at
         padding = {"input_ids": 0, "seq_lens": self.max_new, "slots": 0, "rows": 0, "key_lens": 1}
+        place = self.place_of(batch)
         for name, value in padding.items():
             target, given = getattr(self, name), getattr(batch, name)
-            target[: len(given)].copy_(given)
-            target[len(given) :].fill_(value)
+            if place is not None and len(target) > len(self.new_tokens):  # one entry a token
+                target.fill_(value)
+                target[place] = given
+            else:
+                target[: len(given)].copy_(given)
+                target[len(given) :].fill_(value)
         self.max_seq = batch.max_seq
         self.cached_tokens = batch.cached_tokens + (0,) * (len(self.new_tokens) - requests)
+
+    def place_of(self, batch: Batch) -> Tensor | None:
+        """Where this `static` step has the tokens of a batch, `[T]` int64; None if they simply come first."""
+        if all(n == self.max_new for n in batch.new_tokens):
+            return None
+        width = self.max_new
+        place = torch.tensor([i * width + t for i, n in enumerate(batch.new_tokens) for t in range(n)])
+        device = self.cu_seqlens.device
+        return place if device.type == "cpu" else place.pin_memory().to(device, non_blocking=True)
 
     def _place(
         self,

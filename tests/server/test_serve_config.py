@@ -33,6 +33,9 @@ FLAGS = re.findall(
 --disable-radix-cache --checkpoint-grid --mamba-track-interval --keep-turn-ends --page-size --kv-cache-dtype
 --mamba-ssm-dtype --mamba-radix-cache-strategy --mamba-full-memory-ratio --max-mamba-cache-size --max-total-tokens
 --mem-fraction-static --schedule-conservativeness --mix-decode --deterministic --strict-backends --cuda-graphs
+--speculative-algorithm --speculative-draft-model-path --speculative-dspark-block-size --speculative-dflash-block-size
+--speculative-num-draft-tokens --speculative-accept --speculative-adaptive --speculative-max-batch
+--speculative-rollback --speculative-simulate-accept-len --enable-linear-replayssm-spec
 --reasoning-parser --tool-call-parser --enable-metrics --enable-cache-report
     """,
 )
@@ -51,7 +54,7 @@ def test_every_flag_has_a_sentence_of_help():
 
 
 def test_engine_flags_are_the_fields_of_the_engine():
-    names = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(EngineConfig)} - {"--cache"}
+    names = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(EngineConfig)} - {"--cache", "--spec"}
     assert names <= set(FLAGS)
 
 

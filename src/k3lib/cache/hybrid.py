@@ -11,7 +11,7 @@ import torch
 
 from k3lib.batch import Batch, KDAState, LatentPages, StateSaves
 from k3lib.cache.lease import CacheEvent, HybridAllocator, Lease, Op
-from k3lib.cache.pools import CacheConfig, HybridPool
+from k3lib.cache.pools import CacheConfig, HybridPool, KDAScratch
 from k3lib.config import KimiK3Config, TextConfig
 from k3lib.errors import CapacityError, ConfigError
 
@@ -45,6 +45,8 @@ class HybridCache:
         # page table of every slot on the device; only new entries are copied there
         self._table = torch.zeros(config.num_slots + 1, 0, dtype=torch.int32, device=pool.device)
         self._written: dict[int, tuple[int, int]] = {}  # slot: lease whose pages stand in its row, and how many
+        # of the last verify step, by lease: its row of the scratch, its ids, the length that it started from
+        self._verified: dict[int, tuple[int, list[int], int]] = {}
 
     @classmethod
     def allocate(
@@ -150,10 +152,12 @@ class HybridCache:
         """Describe one step: the new ids of each lease, behind its committed tokens.
 
         Issues what is scheduled (`issue`) and, for a prefill, reserves slots for the states that the step is to keep.
-        One copy goes to the device.
+        One copy goes to the device. A verify step (the anchor and draft tokens) leaves KDA states as they are, and is
+        followed by `commit_verified` instead of `commit`.
 
         Raises:
-            ConfigError: a lease is closed, occurs twice, or has no room; nothing has been changed.
+            ConfigError: a lease is closed, occurs twice, or has no room, or a verify step does not fit the scratch;
+                nothing has been changed.
         """
         steps = [(lease, _integers(ids)) for lease, ids in work]
         if len({id(lease) for lease, _ in steps}) != len(steps):
@@ -161,6 +165,9 @@ class HybridCache:
         for lease, ids in steps:
             self.allocator._check_open(lease)
             self.allocator.check_room(lease, len(ids))
+        scratch = self.pool.kda.scratch if mode == "verify" else None  # without one, a KDA layer refuses the batch
+        if scratch is not None:
+            _check_verify(scratch, [len(ids) for _, ids in steps])
         tokens = list(chain.from_iterable(ids for _, ids in steps))
         if tokens and (min(tokens) < 0 or max(tokens) >= 1 << 31):
             raise ConfigError(f"make_batch: token ids must be 0 .. 2^31 - 1, got {min(tokens)} .. {max(tokens)}")
@@ -170,6 +177,8 @@ class HybridCache:
             for i, (lease, ids) in enumerate(steps)
             for offset, slot in self.allocator.begin(lease, len(ids), saves=mode == "prefill")
         ]
+        if scratch is not None:
+            self._verified = {lease.number: (i, [*ids], lease.length) for i, (lease, ids) in enumerate(steps)}
         return self._pack([lease for lease, _ in steps], [len(ids) for _, ids in steps], tokens, saves, mode)
 
     def _pack(
@@ -258,8 +267,59 @@ class HybridCache:
             self.pool.latent.zero(targets.long())
 
     def commit(self, lease: Lease, ids: Sequence[int]) -> None:
-        """Count `ids` as context, once the forward pass over them has been issued, and publish what it kept."""
+        """Count `ids` as context, once the forward pass over them has been issued, and publish what it kept.
+
+        Raises:
+            ConfigError: no room for them, or the step of this lease had other tokens, or was a verify step.
+        """
+        if lease.in_flight is not None and self._verified.get(lease.number, (0, [], -1))[2] == lease.length:
+            raise ConfigError(f"lease {lease.number}: a verify step is followed by commit_verified")
         self.allocator.commit(lease, _integers(ids))
+        if self.allocator.has_ops:
+            self.issue()
+
+    def commit_verified(self, work: Sequence[tuple[Lease, Sequence[int]]]) -> None:
+        """Count the accepted tokens of a verify step as context, and move the KDA states behind the last of them.
+
+        States at multiples of the track interval on the way are kept as checkpoints.
+
+        Args:
+            work: leases of the last verify step, each once, with the anchor and the accepted drafts: the first tokens
+                that the step had for it, at least one.
+
+        Raises:
+            ConfigError: a lease was not in that step, or its tokens were others; nothing has been changed.
+        """
+        entries = [(lease, _integers(ids)) for lease, ids in work]
+        for n, (lease, ids) in enumerate(entries):
+            self.allocator._check_open(lease)
+            _, known, start = self._verified.get(lease.number, (0, [], -1))
+            if start != lease.length or lease.in_flight != len(known) or lease in [other for other, _ in entries[:n]]:
+                raise ConfigError(f"commit_verified: lease {lease.number} has no verify step that waits for this")
+            if not ids or ids != known[: len(ids)]:
+                raise ConfigError(
+                    f"commit_verified: lease {lease.number}: {ids} are not the first tokens of its step, {known}"
+                )
+        if not entries:
+            return
+        saves = [
+            (i, *kept) for i, (lease, ids) in enumerate(entries) for kept in self.allocator.accept(lease, len(ids))
+        ]
+        rows, slots, steps, targets = _to_device(
+            (
+                [self._verified[lease.number][0] for lease, _ in entries],
+                [lease.slot for lease, _ in entries],
+                [len(ids) - 1 for _, ids in entries],
+                [slot for _, _, slot in saves],
+            ),
+            self.pool.device,
+        )
+        kept = StateSaves(tuple(i for i, _, _ in saves), tuple(o for _, o, _ in saves), targets) if saves else None
+        assert self.pool.kda.scratch is not None, "there was a verify step"
+        self.pool.kda.commit(self.pool.kda.scratch, slots, steps, kept, rows=rows)
+        for lease, ids in entries:
+            del self._verified[lease.number]
+            self.allocator.commit(lease, ids)
         if self.allocator.has_ops:
             self.issue()
 
@@ -304,6 +364,15 @@ class HybridCache:
     def dump(self) -> dict[str, object]:
         """Everything that is held and cached, for debugging."""
         return {**self.stats(), "bytes": self.pool.nbytes, **self.allocator.dump()}
+
+
+def _check_verify(scratch: KDAScratch, lengths: Sequence[int]) -> None:
+    longest = max(lengths, default=0)
+    if len(lengths) > scratch.rows or longest > scratch.width or min(lengths, default=1) < 1:
+        raise ConfigError(
+            f"make_batch: the verify scratch has {scratch.rows} rows of 1 .. {scratch.width} tokens, the step has "
+            f"{len(lengths)} of {min(lengths)} .. {longest}"
+        )
 
 
 def _integers(ids: Sequence[int] | Tensor) -> list[int]:

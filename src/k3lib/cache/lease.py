@@ -293,6 +293,27 @@ class HybridAllocator:
                     lease._saves.append((position, slot))
         return [(position - lease.length, slot) for position, slot in lease._saves]
 
+    def accept(self, lease: Lease, tokens: int) -> list[tuple[int, int]]:
+        """Shorten the step in flight to its first `tokens`, of which a verify step found that they hold.
+
+        Returns:
+            `(offset, slot)` as from `begin`: states to keep on the way, at multiples of the track interval.
+
+        Raises:
+            ConfigError: no step is in flight, or it has fewer tokens, or none are accepted.
+        """
+        self._check_open(lease)
+        if lease.in_flight is None or not 1 <= tokens <= lease.in_flight:
+            raise ConfigError(f"lease {lease.number}: {tokens} tokens accepted of a step of {lease.in_flight or 0}")
+        self._forget_saves(lease)
+        lease.in_flight = tokens
+        start, interval = lease.length, self.track_interval
+        if lease.publishes and interval:
+            for position in range((start // interval + 1) * interval, start + tokens + 1, interval):
+                if (slot := self._spare_slot()) is not None:
+                    lease._saves.append((position, slot))
+        return [(position - start, slot) for position, slot in lease._saves]
+
     def commit(self, lease: Lease, ids: Sequence[int]) -> None:
         """Count `ids` as context: their KV and state have been written, or will be before anything else is issued.
 

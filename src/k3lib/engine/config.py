@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from k3lib.cache import CacheConfig, Limit, plan_memory, slots_per_request
+from k3lib.cache.sizing import SPECULATIVE_RUNNING
 from k3lib.errors import ConfigError
+from k3lib.spec.proposer import SpecConfig  # noqa: TC001 - a field that command lines are made from
 
 if TYPE_CHECKING:
     from k3lib.model import KimiK3ForCausalLM
+    from k3lib.spec.proposer import Proposer
 
 __all__ = ["EngineConfig", "resolve_limits"]
 
@@ -58,7 +61,8 @@ class EngineConfig:
             itself, prefills are cut at multiples of `chunked_prefill_size`, or of the checkpoint grid if that is less,
             and only states at such multiples are reused.
         strict_backends: refuse the slow reference on an accelerator.
-        cuda_graphs: replay decode steps on a CUDA device, if all of their kernels can be captured.
+        cuda_graphs: replay decode and verify steps on a CUDA device, if all of their kernels can be captured.
+        spec: speculate; None = one token a step.
     """
 
     cache: CacheConfig | None = None
@@ -85,6 +89,7 @@ class EngineConfig:
     deterministic: bool = False
     strict_backends: bool = False
     cuda_graphs: bool = True
+    spec: SpecConfig | None = None
 
     def __post_init__(self) -> None:
         for name, least in _COUNTS.items():
@@ -136,6 +141,11 @@ class EngineConfig:
                 raise ConfigError(f"EngineConfig: {field.name}={value!r} has no effect on a given cache; leave it out")
 
     def _check_deterministic(self) -> None:
+        if self.spec is not None:
+            raise ConfigError(
+                "EngineConfig: deterministic=True promises the bits of steps of one token, and spec computes several "
+                "at once: leave one of them out"
+            )
         if self.mix_decode:
             raise ConfigError("EngineConfig: deterministic computes every request by itself; leave mix_decode out")
         if self.disable_radix_cache:
@@ -184,11 +194,19 @@ class Resolved:
 _OF_POOLS = frozenset({"max_mamba_cache_size", "max_total_tokens", "page_size", "checkpoint_grid"})
 
 
-def resolve_limits(model: KimiK3ForCausalLM, config: EngineConfig) -> Resolved:
+def resolve_limits(  # noqa: C901 - one limit after the other
+    model: KimiK3ForCausalLM, config: EngineConfig, proposer: Proposer | None = None
+) -> Resolved:
     """Derive what the configuration leaves open, and say why each limit is what it is.
 
+    Args:
+        model: the target.
+        config: what was asked for.
+        proposer: what `config.spec` names.
+
     Raises:
-        ConfigError: a context longer than the model's positions, or a budget that holds not one request.
+        ConfigError: a context longer than the model's positions, a budget that holds not one request, or given pools
+            that contradict `config.spec`.
     """
     positions = model.config.text.max_position_embeddings
     context = config.context_length or positions
@@ -197,8 +215,13 @@ def resolve_limits(model: KimiK3ForCausalLM, config: EngineConfig) -> Resolved:
     if config.cache is not None:
         cache, running = config.cache, config.max_running_requests or config.cache.num_slots
         running_note, slots_note = "one state slot each", "state slots"
+        if proposer is not None and config.max_running_requests is None and running > SPECULATIVE_RUNNING:
+            running, running_note = SPECULATIVE_RUNNING, f"speculation's default of {SPECULATIVE_RUNNING}"
+            logger.warning("max_running_requests is not given and speculation is on: %d", running)
     else:
-        cache, running, running_note, slots_note = _derive_cache(model, config, context)
+        cache, running, running_note, slots_note = _derive_cache(model, config, context, proposer)
+    if config.spec is not None and proposer is not None:
+        cache = _with_scratch(cache, config.spec, config.spec.block_size or proposer.block_size, running)
     if config.disable_radix_cache:
         cache = dataclasses.replace(cache, prefix_cache=False)
     if config.deterministic:
@@ -253,8 +276,23 @@ def resolve_limits(model: KimiK3ForCausalLM, config: EngineConfig) -> Resolved:
     return Resolved(cache, context, running, chunk, graphs, limits)
 
 
+def _with_scratch(cache: CacheConfig, spec: SpecConfig, block_size: int, running: int) -> CacheConfig:
+    """Pools whose scratch holds the verify steps of `running` requests."""
+    if cache.block_size and (cache.block_size, cache.rollback) != (block_size, spec.rollback):
+        raise ConfigError(
+            f"EngineConfig: spec verifies block_size={block_size} drafts with rollback={spec.rollback!r}, the given "
+            f"cache has block_size={cache.block_size} and rollback={cache.rollback!r}"
+        )
+    if cache.verify_rows is not None and cache.verify_rows < running:
+        raise ConfigError(
+            f"EngineConfig: {running} requests may run, the given cache has verify_rows={cache.verify_rows}"
+        )
+    rows = running if cache.verify_rows is None else cache.verify_rows
+    return dataclasses.replace(cache, block_size=block_size, rollback=spec.rollback, verify_rows=rows)
+
+
 def _derive_cache(
-    model: KimiK3ForCausalLM, config: EngineConfig, context_length: int
+    model: KimiK3ForCausalLM, config: EngineConfig, context_length: int, proposer: Proposer | None
 ) -> tuple[CacheConfig, int, str, str]:
     """Choose pools from the memory that is free, and on a CPU not more than there is use for.
 
@@ -265,6 +303,8 @@ def _derive_cache(
     on_cpu = device.type != "cuda"
     budget = CPU_CACHE_BYTES if on_cpu else int(torch.cuda.mem_get_info(device)[0] * config.mem_fraction_static)
     running = config.max_running_requests or (DEFAULT_RUNNING if on_cpu else None)
+    spec = config.spec
+    block_size = 0 if spec is None or proposer is None else spec.block_size or proposer.block_size
     plan = plan_memory(
         model.config,
         rest_bytes=budget,
@@ -279,6 +319,11 @@ def _derive_cache(
         max_total_tokens=config.max_total_tokens,
         page_size=config.page_size,
         context_length=context_length,
+        speculative=spec is not None and proposer is not None,
+        replayssm_spec=spec is not None and spec.rollback == "replay",
+        verify_window=block_size + 1 if block_size else None,
+        replayssm_cache_len=1 << (2 * block_size + 1).bit_length() if block_size else None,
+        draft_cell_bytes=getattr(proposer, "cell_bytes", 0),
     )
     for warning in plan.warnings:
         logger.warning("%s", warning)

@@ -11,6 +11,7 @@ import logging
 import queue
 import secrets
 import threading
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -22,9 +23,10 @@ from k3lib.engine.config import EngineConfig, Resolved, resolve_limits
 from k3lib.engine.grammar import Grammar, GrammarCompiler, Matcher
 from k3lib.engine.graphs import DecodeGraphs
 from k3lib.engine.request import FinishReason, Output, Request, RequestState, SamplingParams, StepOutput
-from k3lib.engine.runner import NO_TOKEN, Runner
+from k3lib.engine.runner import Launched, Runner
 from k3lib.engine.sampler import TokenCounts
 from k3lib.engine.scheduler import Scheduler, SchedulerConfig
+from k3lib.engine.speculation import Speculation, make_proposer
 from k3lib.errors import CheckpointError, ConfigError, K3Error, RequestError
 from k3lib.model import KimiK3ForCausalLM
 
@@ -34,16 +36,36 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from k3lib.batch import FeatureTap
     from k3lib.cache import CacheEvent, Limit, MediaKey
     from k3lib.engine.grammar import CompiledGrammar, Vocabulary
     from k3lib.engine.request import TokenLogprob
     from k3lib.engine.scheduler import StepPlan
+    from k3lib.spec.proposer import Draft
 
 __all__ = ["AsyncEngine", "Engine"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Taken:
+    """Tokens that a request keeps of a step.
+
+    Attributes:
+        ids: the tokens.
+        finish: why it ends with the last of them.
+        is_first: nothing was generated before.
+        is_bad: the step failed for this request.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    is_first: bool = False
+    is_bad: bool = False
+
 
 _LONGEST_GUESS = 4096  # tokens a request may still generate that admission takes seriously
 _LARGEST_PIECE = 4096  # cached tokens that a prefill expands together, and never more than a chunk
@@ -79,7 +101,9 @@ class Engine:
         self.config = config or EngineConfig()
         self.tokenizer = tokenizer
         self._grammars = _grammar_compiler(model, tokenizer)
-        resolved = resolve_limits(model, self.config)
+        spec = self.config.spec
+        proposer = None if spec is None else make_proposer(spec, model)
+        resolved = resolve_limits(model, self.config, proposer)
         self.context_length = resolved.context_length
         self.limits: tuple[Limit, ...] = resolved.limits
         for limit in self.limits:
@@ -100,15 +124,29 @@ class Engine:
                 aligned=self.config.deterministic,
                 reserve_tokens=int(guess * min(1.0, self.config.schedule_conservativeness / 2)),
                 queue_timeout=self.config.queue_timeout,
+                draft_tokens=cache.block_size if proposer is not None else 0,
             ),
         )
+        self.speculation: Speculation | None = None
+        if spec is not None and proposer is not None:
+            room = self.scheduler.draft_room
+            self.speculation = Speculation(spec, proposer, model, self.cache, draft_room=room)
+            if spec.simulate_accept_len is not None:
+                logger.warning(
+                    "simulate_accept_len=%s: acceptance is made up, the output is of no use but to measure speed",
+                    spec.simulate_accept_len,
+                )
+        tap = None if self.speculation is None else self.speculation.tap
         self.runner = Runner(
             model,
             self.cache,
             piece_tokens=min(resolved.chunk_tokens, _LARGEST_PIECE),
             strict=self.config.strict_backends,
             one_by_one=self.config.deterministic,
-            graphs=self._decode_graphs(resolved),
+            graphs=self._decode_graphs(resolved, tap),
+            tap=tap,
+            accept="chain" if spec is None else spec.accept,
+            simulate=None if spec is None else spec.simulate_accept_len,
         )
         self._states: dict[str, RequestState] = {}
         # ends that the next step tells, outputs that no step() has returned yet, and those for `generate` and `stream`
@@ -120,11 +158,11 @@ class Engine:
         self._counters: collections.Counter[str] = collections.Counter()
         self._weights = 0
 
-    def _decode_graphs(self, resolved: Resolved) -> DecodeGraphs | None:
+    def _decode_graphs(self, resolved: Resolved, tap: FeatureTap | None) -> DecodeGraphs | None:
         if not resolved.graph_requests:
             return None
         pages = -(-self.context_length // resolved.cache.page_size)
-        return DecodeGraphs(self.model, self.cache, max_requests=resolved.graph_requests, max_pages=pages)
+        return DecodeGraphs(self.model, self.cache, max_requests=resolved.graph_requests, max_pages=pages, tap=tap)
 
     @classmethod
     def from_pretrained(cls, path: str | PathLike[str], config: EngineConfig | None = None, **load: Any) -> Engine:  # noqa: ANN401
@@ -216,6 +254,8 @@ class Engine:
             counts=TokenCounts.of(request.params, request.prompt_ids),
             matcher=None if compiled is None else Matcher(compiled),
         )
+        if self.speculation is not None:
+            self.speculation.start(state)
         if not (request.params.max_new_tokens or request.params.prompt_logprobs or request.record_routes):
             self._pending.append(StepOutput([], "length", request_id=request.name))
             self._states[request.name] = state
@@ -234,13 +274,20 @@ class Engine:
         self._pending = [out for out in self._pending if out.request_id != request_id]
         self._unread = [out for out in self._unread if out.request_id != request_id]
         self.scheduler.drop(state)
+        self._let_go(state)
         self._counters["aborted"] += 1
         return True
+
+    def _let_go(self, state: RequestState) -> None:
+        """A request has ended: nobody needs to know it any more."""
+        self._states.pop(state.request.name, None)
+        if self.speculation is not None:
+            self.speculation.drop(state.request.name)
 
     def stats(self) -> dict[str, Any]:
         """Counts of requests, tokens and memory, the cache's statistics, and every limit with its reason."""
         names = (
-            "finished", "aborted", "failed", "steps", "prefill_steps", "decode_steps", "prompt_tokens",
+            "finished", "aborted", "failed", "steps", "prefill_steps", "decode_steps", "verify_steps", "prompt_tokens",
             "generated_tokens", "cached_state_tokens", "cached_kv_tokens",
         )  # fmt: skip
         return {
@@ -253,6 +300,7 @@ class Engine:
             "cached_pages": self.cache.cached_pages,
             "cached_slots": self.cache.cached_slots,
             "cache": self.cache.stats(),
+            "speculation": None if self.speculation is None else self.speculation.report.summary(),
             "limits": {x.name: {"value": x.value, "reason": x.reason, "note": x.note} for x in self.limits},
         }
 
@@ -292,7 +340,7 @@ class Engine:
             return []
         late = self.scheduler.expired(self._timeout)
         for state in late:
-            self._states.pop(state.request.name, None)
+            self._let_go(state)
             self._counters["aborted"] += 1
         return [StepOutput([], "abort", request_id=state.request.name) for state in late]
 
@@ -301,8 +349,12 @@ class Engine:
         return own if own is not None else self.config.request_timeout
 
     def _run(self, plan: StepPlan) -> list[StepOutput]:
+        drafts: list[Draft] = []
+        if self.speculation is not None:
+            self.speculation.sync()
+            plan, drafts = self.speculation.plan(plan)
         try:
-            launched = self.runner.launch(plan)
+            launched = self.runner.launch(plan, drafts)
             self.scheduler.commit(plan)
             self.scheduler.prepare()
             tokens = launched.tokens()
@@ -314,57 +366,95 @@ class Engine:
                 self._hand_out(self._fail(work.state))
             raise
         self._counters.update({"steps": 1, f"{plan.mode}_steps": 1})
+        found = [self._take(state, ids) for state, ids in zip(launched.states, tokens, strict=True)]
+        if self.speculation is not None:
+            self._commit(plan, launched, tokens, found, drafts)
         outputs = []
-        for i, (state, token) in enumerate(zip(launched.states, tokens, strict=True)):
-            if token == NO_TOKEN:
-                continue
-            logprob = logprobs[i] if logprobs is not None and token >= 0 else None
-            try:
-                out = self._advance(state, token, logprob)
-            except Exception:
-                logger.exception("%s ends with an error", state.request.name)
-                out = self._fail(state)
-            outputs.append(out)
+        for i, (state, taken) in enumerate(zip(launched.states, found, strict=True)):
+            if taken.is_bad:
+                outputs.append(self._fail(state))
+            elif tokens[i]:
+                entries = logprobs[i][: len(taken.ids)] if logprobs is not None and taken.ids else None
+                outputs.append(self._conclude(state, taken, entries))
         return outputs
 
-    def _advance(self, state: RequestState, token: int, logprob: TokenLogprob | None) -> StepOutput:
-        name, params = state.request.name, state.request.params
-        if token < 0:
-            return self._fail(state)
-        first = not state.num_generated
-        if first:
+    def _commit(
+        self,
+        plan: StepPlan,
+        launched: Launched,
+        tokens: list[list[int]],
+        found: list[_Taken],
+        drafts: list[Draft],
+    ) -> None:
+        """Make context of what a verify step accepted, and tell the proposer about any step."""
+        assert self.speculation is not None, "only then"
+        good = [i for i, taken in enumerate(found) if not taken.is_bad]
+        states = [launched.states[i] for i in good]
+        if plan.mode == "verify":
+            # the anchor, and the accepted tokens but the last one, which is the next anchor
+            lengths = [max(1, len(found[i].ids)) for i in good]
+            self.cache.commit_verified(
+                [(w.lease, w.ids[:n]) for w, n in zip((plan.work[i] for i in good), lengths, strict=True)]
+            )
+            for i, state in zip(good, states, strict=True):
+                self.speculation.count(state, len(drafts[i].token_ids), len(tokens[i]) - 1, len(found[i].ids))
+        else:
+            by_state = {work.state.number: len(work.ids) for work in plan.work}
+            lengths = [by_state[state.number] for state in states]
+        features = [launched.features[i] for i in good] if launched.features else []
+        self.speculation.commit(states, lengths, features)
+
+    def _take(self, state: RequestState, tokens: list[int]) -> _Taken:
+        """Count the tokens that a step gave to a request, up to the one that ends it."""
+        if tokens and min(tokens) < 0:
+            return _Taken(is_bad=True)
+        taken = _Taken(is_first=bool(tokens) and not state.num_generated)
+        if taken.is_first:
             self._counters["prompt_tokens"] += state.num_prompt
             self._counters["cached_state_tokens"] += state.cached_tokens or 0
             self._counters["cached_kv_tokens"] += state.kv_tokens
-        finish: FinishReason | None = None
-        chosen: list[int] = []
-        if params.max_new_tokens:
-            if state.matcher is not None and not state.matcher.accept(token):
-                raise AssertionError(f"token {token} was chosen although its grammar does not allow it")
-            chosen = [token]
-            state.tokens.append(token)
-            if state.counts is not None:
-                state.counts.add(token)
-            self._counters["generated_tokens"] += 1
-            if self._stops(state, token):
-                finish = "stop"
-        if finish is None and not state.left:
-            finish = "length"
+        try:
+            for token in tokens:
+                if state.request.params.max_new_tokens:
+                    self._take_one(state, token, taken)
+                if taken.finish is None and not state.left:
+                    taken.finish = "length"
+                if taken.finish is not None:
+                    break
+        except Exception:
+            logger.exception("%s ends with an error", state.request.name)
+            taken.is_bad = True
+        return taken
+
+    def _take_one(self, state: RequestState, token: int, taken: _Taken) -> None:
+        if state.matcher is not None and not state.matcher.accept(token):
+            raise AssertionError(f"token {token} was chosen although its grammar does not allow it")
+        taken.ids.append(token)
+        state.tokens.append(token)
+        if state.counts is not None:
+            state.counts.add(token)
+        self._counters["generated_tokens"] += 1
+        if self._stops(state, token):
+            taken.finish = "stop"
+
+    def _conclude(self, state: RequestState, taken: _Taken, logprobs: list[TokenLogprob] | None) -> StepOutput:
+        """What a step tells of a request; its memory is taken back if it has ended."""
+        params, finish = state.request.params, taken.finish
         if finish is not None:
             self.scheduler.drop(state)
-            self._states.pop(name, None)
+            self._let_go(state)
             self._counters["finished"] += 1
-        prompt = state.prompt_logprobs if first and params.prompt_logprobs else None
         return StepOutput(
-            chosen,
+            taken.ids,
             finish,
-            [logprob] if params.logprobs and logprob is not None and chosen else None,
+            logprobs if params.logprobs else None,
             state.cached_tokens,
-            name,
+            state.request.name,
             state.kv_tokens,
-            prompt,
+            state.prompt_logprobs if taken.is_first and params.prompt_logprobs else None,
             state.routes if finish is not None else None,
             state.preemptions,
+            state.speculation,
         )
 
     def _stops(self, state: RequestState, token: int) -> bool:
@@ -384,7 +474,7 @@ class Engine:
 
     def _fail(self, state: RequestState) -> StepOutput:
         """End a request whose memory is not to be trusted; what others found of it in the cache neither."""
-        self._states.pop(state.request.name, None)
+        self._let_go(state)
         self._counters["failed"] += 1
         self.scheduler.reopen()
         if state.lease is not None:

@@ -13,6 +13,7 @@ import collections
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -705,24 +706,106 @@ def allowed_tokens(matchers: Sequence[Matcher | None], vocab_size: int, device: 
     Returns:
         `[B, V]` bool; None if everything is allowed.
     """
-    rows = {i: matcher for i, matcher in enumerate(matchers) if matcher is not None and matcher.constrains}
-    if not rows:
-        return None
-    num_words = next(iter(rows.values())).num_words
-    size = len(rows) * num_words
-    packed = torch.empty(size + len(rows), dtype=torch.int32, pin_memory=device.type == "cuda")
-    packed[size:] = torch.tensor(list(rows), dtype=torch.int32)
-    Matcher.fill(list(rows.values()), packed[:size].view(len(rows), num_words).numpy().view(np.uint32))
-    packed = packed.to(device, non_blocking=True)
-    octets = packed[:size].view(torch.uint8).view(len(rows), -1, 1)
-    bits = (octets >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
-    allowed = bits.view(len(rows), -1)[:, :vocab_size].bool()
+    return allowed_ahead(matchers, [()] * len(matchers), vocab_size, device).allowed
+
+
+class Ahead(NamedTuple):
+    """What the grammars of B requests say to their drafts.
+
+    Attributes:
+        allowed: `[N, V]` bool, for each request a row in front of each token of its draft and one behind the last; None
+            if everything is allowed. So do rows behind a token that is not allowed, or that ends the output: nothing
+            may be chosen there.
+        taken: for each request, how many tokens of its draft the grammar takes, up to the end of the output; all where
+            there is no grammar.
+        is_over: for each request, whether the last of these ends the output.
+    """
+
+    allowed: Tensor | None
+    taken: list[int]
+    is_over: list[bool]
+
+
+def allowed_ahead(
+    matchers: Sequence[Matcher | None], drafts: Sequence[Sequence[int]], vocab_size: int, device: torch.device
+) -> Ahead:
+    """Return what the grammars of a batch allow along drafts. The matchers stand where they stood when it returns.
+
+    Args:
+        matchers: of each request, of one compiler; None where there is no grammar.
+        drafts: token ids of each request.
+        vocab_size: of the logits.
+        device: of the logits.
+    """
+    is_over = [False] * len(matchers)
+    taken = [len(draft) for draft in drafts]
+    places = list(itertools.accumulate((size + 1 for size in taken), initial=0))
+    walks = {i: _Walk(matcher, drafts[i], places[i]) for i, matcher in enumerate(matchers) if matcher is not None}
+    if not walks:
+        return Ahead(None, taken, is_over)
+    num_words = next(iter(walks.values())).matcher.num_words
+    limit = sum(taken[i] + 1 for i in walks)
+    packed = torch.empty(limit * (num_words + 1), dtype=torch.int32, pin_memory=device.type == "cuda")
+    words = packed[: limit * num_words].view(limit, num_words).numpy().view(np.uint32)
+    filled: list[int] = []
+    going = [*walks.values()]
+    try:
+        while going:
+            asked = [walk for walk in going if walk.matcher.constrains]
+            if asked:
+                Matcher.fill([walk.matcher for walk in asked], words[len(filled) : len(filled) + len(asked)])
+                filled += [walk.place + walk.taken for walk in asked]
+            going = [walk for walk in going if walk.advance()]
+    finally:
+        for i, walk in walks.items():
+            taken[i], is_over[i] = walk.taken, walk.taken > 0 and walk.matcher.is_finished
+            walk.undo()
+    if not filled:
+        return Ahead(None, taken, is_over)
+    size = len(filled) * num_words
+    packed[size : size + len(filled)] = torch.tensor(filled, dtype=torch.int32)
+    packed = packed[: size + len(filled)].to(device, non_blocking=True)
+    return Ahead(_mask(packed, filled, places[-1], vocab_size), taken, is_over)
+
+
+class _Walk:
+    """A matcher on its way through a draft, and back."""
+
+    def __init__(self, matcher: Matcher, draft: Sequence[int], place: int) -> None:
+        self.matcher = matcher
+        self.draft = draft
+        self.place = place
+        self.taken = 0
+        self._was_stuck = matcher.is_stuck
+
+    def advance(self) -> bool:
+        """Take the next token; False if nothing may be chosen behind it."""
+        if self.taken == len(self.draft):
+            return False
+        if self.taken == 0:
+            self._was_stuck = self.matcher.is_stuck
+        if not self.matcher.accept(self.draft[self.taken]):
+            return False
+        self.taken += 1
+        return not self.matcher.is_finished
+
+    def undo(self) -> None:
+        if self.taken:
+            self.matcher.rollback(self.taken)
+            self.matcher._is_stuck = self._was_stuck
+
+
+def _mask(packed: Tensor, filled: Sequence[int], num_rows: int, vocab_size: int) -> Tensor:
+    """Make a mask of the words of the filled rows, behind which their places stand; the others allow everything."""
+    octets = packed[: -len(filled)].view(torch.uint8).view(len(filled), -1, 1)
+    bits = (octets >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
+    allowed = bits.view(len(filled), -1)[:, :vocab_size].bool()
     if allowed.shape[1] < vocab_size:
         allowed = torch.nn.functional.pad(allowed, (0, vocab_size - allowed.shape[1]))
-    if len(rows) == len(matchers):
+    if filled == [*range(num_rows)]:
         return allowed
-    everything = torch.ones(len(matchers), vocab_size, dtype=torch.bool, device=device)
-    return everything.index_copy_(0, packed[size:].long(), allowed)
+    everything = torch.ones(num_rows, vocab_size, dtype=torch.bool, device=packed.device)
+    return everything.index_copy_(0, packed[-len(filled) :].long(), allowed)
 
 
 @functools.lru_cache(maxsize=2)

@@ -1,10 +1,11 @@
-"""CUDA graphs of decode steps: one for each of a few batch sizes, captured when first needed."""
+"""CUDA graphs of decode and verify steps: one for each of a few batch sizes, captured when first needed."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from k3lib.batch import FeatureTap
     from k3lib.cache import HybridCache
     from k3lib.model import KimiK3ForCausalLM
 
@@ -34,8 +36,17 @@ def graph_sizes(largest: int) -> tuple[int, ...]:
     return tuple(sorted(n for n in sizes if n <= largest))
 
 
+class _Step(NamedTuple):
+    """A padded step: its batch, the graph that computes it, and where its results stand."""
+
+    batch: Batch
+    graph: torch.cuda.CUDAGraph | None = None
+    logits: Tensor | None = None
+    features: Tensor | None = None
+
+
 class DecodeGraphs:
-    """Runs decode steps by replaying graphs over static batches, which are filled in place.
+    """Runs decode and verify steps by replaying graphs over static batches, which are filled in place.
 
     A graph stays valid while the pools and the weights keep their memory: it sees weights that are replaced in place.
     It is captured again when they move, or when other kernels are asked for. Graphs run one at a time, so they share
@@ -54,15 +65,17 @@ class DecodeGraphs:
         max_requests: int,
         max_pages: int,
         captures: bool = True,
+        tap: FeatureTap | None = None,
     ) -> None:
         """Capture nothing yet.
 
         Args:
             model: a whole model.
-            cache: its memory.
+            cache: its memory; a verify step has as many tokens of a request as its scratch holds.
             max_requests: most requests of a step.
             max_pages: most pages of a request.
             captures: False runs the padded steps eagerly: the same computation, on any device.
+            tap: what to keep of hidden states in every step.
         """
         self.model = model
         self.cache = cache
@@ -71,27 +84,38 @@ class DecodeGraphs:
         self.captures = captures
         self.reason: str | None = None
         self.num_captures = self.num_replays = 0
-        self._graphs: dict[int, tuple[Batch, torch.cuda.CUDAGraph | None, Tensor | None]] = {}
+        self.tap = tap
+        self._graphs: dict[tuple[int, int], _Step] = {}  # by requests, and tokens of each
         self._pool: Any = None  # a handle whose type changes with torch
         self._facts: Hashable = None
         self._told: set[str] = set()
 
-    def run(self, batch: Batch) -> Tensor | None:
-        """Logits `[B, vocab]` of a decode step, valid until the next call; None if it has to run without a graph."""
+    def run(self, batch: Batch) -> tuple[Tensor, Tensor | None] | None:
+        """Run a decode or verify step, or None if it has to run without a graph.
+
+        Returns:
+            Logits `[T, vocab]` of all tokens of the batch, and their features; valid until the next call.
+        """
         requests = len(batch.new_tokens)
         size = next((n for n in self.sizes if n >= requests), None)
         self._check_facts()
         if self.reason is not None or size is None or not requests:
             return None
-        static, graph, logits = self._graphs.get(size) or self._prepare(size)
-        if self.reason is not None or not static.fits(batch):
+        scratch = self.cache.pool.kda.scratch
+        width = 1 if batch.mode == "decode" or scratch is None else scratch.width
+        step = self._graphs.get((size, width)) or self._prepare(size, width)
+        if self.reason is not None or not step.batch.fits(batch):
             return None
-        static.fill(batch)
-        if graph is None or logits is None:
-            return self._forward(static)[:requests]
-        graph.replay()
-        self.num_replays += 1
-        return logits[:requests]
+        step.batch.fill(batch)
+        if step.graph is None or step.logits is None:
+            logits, features = self._forward(step.batch)
+        else:
+            step.graph.replay()
+            self.num_replays += 1
+            logits, features = step.logits, step.features
+        place = step.batch.place_of(batch)
+        rows = slice(batch.num_tokens) if place is None else place
+        return logits[rows], None if features is None else features[rows]
 
     def clear(self) -> None:
         """Forget all graphs; they are captured again when needed."""
@@ -102,7 +126,8 @@ class DecodeGraphs:
     def _check_facts(self) -> None:
         """Start anew if memory that the graphs point to has moved, or other kernels are preferred."""
         pool = self.cache.pool
-        tensors = (pool.latent.pages, pool.kda.state, pool.kda.conv, *_ends(self.model))
+        scratch = () if pool.kda.scratch is None else tuple(pool.kda.scratch.tensors.values())
+        tensors = (pool.latent.pages, pool.kda.state, pool.kda.conv, *scratch, *_ends(self.model))
         model = self.model
         kernels = (ops.options_key(), model.family, *model.backends.items())
         facts = (*kernels, *[x.data_ptr() for x in tensors])
@@ -112,16 +137,17 @@ class DecodeGraphs:
             self.clear()
             self._facts = facts
 
-    def _forward(self, static: Batch) -> Tensor:
-        logits: Tensor = self.model(static, self.cache, logits="last")
-        return logits
+    def _forward(self, static: Batch) -> tuple[Tensor, Tensor | None]:
+        tap = None if self.tap is None else dataclasses.replace(self.tap, out=None)
+        logits: Tensor = self.model(static, self.cache, logits="all", taps=tap)
+        return logits, None if tap is None else tap.out
 
-    def _prepare(self, size: int) -> tuple[Batch, torch.cuda.CUDAGraph | None, Tensor | None]:
-        static = Batch.static(size, max_pages=self.max_pages, device=self.model.device)
-        graph, logits = None, None
+    def _prepare(self, size: int, width: int) -> _Step:
+        static = Batch.static(size, width, max_pages=self.max_pages, device=self.model.device)
+        step = _Step(static)
         if self.captures:
             try:
-                graph, logits = self._capture(static)
+                step = self._capture(static)
             except Exception as error:
                 # nothing of a request was touched: the step was padding
                 self.clear()
@@ -129,10 +155,10 @@ class DecodeGraphs:
                 if self.reason not in self._told:
                     self._told.add(self.reason)
                     logger.warning("decode steps run without CUDA graphs: %s", self.reason)
-        self._graphs[size] = static, graph, logits
-        return self._graphs[size]
+        self._graphs[size, width] = step
+        return step
 
-    def _capture(self, static: Batch) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, static: Batch) -> _Step:
         """Capture a step of padding: it writes the null slot and the null page only."""
         stream = torch.cuda.Stream(self.model.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.model.device))
@@ -146,10 +172,10 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         # other threads may allocate meanwhile
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            logits = self._forward(static)
+            logits, features = self._forward(static)
         self.num_captures += 1
-        logger.debug("captured a decode step of %d requests", len(static.new_tokens))
-        return graph, logits
+        logger.debug("captured a %s step of %d requests", static.mode, len(static.new_tokens))
+        return _Step(static, graph, logits, features)
 
 
 def _ends(model: KimiK3ForCausalLM) -> tuple[Tensor, Tensor]:

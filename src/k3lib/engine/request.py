@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from k3lib.errors import RequestError
 
@@ -199,6 +199,55 @@ class Request:
         return self.request_id
 
 
+@dataclass(slots=True)
+class SpecReport:
+    """What speculation did for a request, or for all of an engine.
+
+    Attributes:
+        steps: verify steps.
+        proposed: draft tokens that were verified.
+        accepted: those that were accepted.
+        emitted: tokens that came out of verify steps, those that a stop rule cut off not counted.
+        by_position: accepted draft tokens by their place in the draft, and `tried_by_position` the verified ones.
+        refused: why the requests go on without speculation; "" while they do not.
+        simulated: acceptance was made up to measure speed; the text is of no use.
+    """
+
+    steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    by_position: list[int] = field(default_factory=list)
+    tried_by_position: list[int] = field(default_factory=list)
+    refused: str = ""
+    simulated: bool = False
+
+    def count(self, proposed: int, accepted: int, emitted: int) -> None:
+        """Count a verify step."""
+        self.steps += 1
+        self.proposed += proposed
+        self.accepted += accepted
+        self.emitted += emitted
+        for counts, number in ((self.by_position, accepted), (self.tried_by_position, proposed)):
+            counts += [0] * (proposed - len(counts))
+            for place in range(number):
+                counts[place] += 1
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens a verify step gave on average: accepted drafts and one more; 0 before the first."""
+        return (self.accepted + self.steps) / self.steps if self.steps else 0.0
+
+    @property
+    def accept_rate(self) -> float:
+        """Part of the draft tokens that was accepted."""
+        return self.accepted / self.proposed if self.proposed else 0.0
+
+    def summary(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return {**asdict(self), "accept_length": self.accept_length, "accept_rate": self.accept_rate}
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
     """A request in the engine.
@@ -216,6 +265,7 @@ class RequestState:
         preemptions: how often its memory was taken.
         prompt_logprobs: of the prompt so far; None for the first token and for what is not computed yet.
         routes: experts of each computed token, by position.
+        speculation: None if the engine does not speculate.
     """
 
     request: Request
@@ -231,6 +281,7 @@ class RequestState:
     preemptions: int = 0
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     routes: Tensor | None = None
+    speculation: SpecReport | None = None
 
     @property
     def num_prompt(self) -> int:
@@ -260,6 +311,7 @@ class StepOutput(NamedTuple):
         kv_tokens: prompt tokens whose KV was found, with or without a state to go on from.
         prompt_logprobs: with the first tokens, if asked for.
         routes: with the end, if asked for: `[tokens, MoE layers, top_k]` int32 of all tokens but the last.
+        speculation: counts of the request so far, if the engine speculates; they go on changing.
     """
 
     token_ids: list[int]
@@ -271,6 +323,7 @@ class StepOutput(NamedTuple):
     prompt_logprobs: list[TokenLogprob | None] | None = None
     routes: Tensor | None = None
     preemptions: int = 0
+    speculation: SpecReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +341,7 @@ class Output:
         accepted_per_step: tokens of each decode step.
         preemptions: how often its memory was taken and it had to be computed anew.
         routes: experts of every token but the last, `[tokens, MoE layers, top_k]` int32, if asked for.
+        speculation: what it did for this request; None if the engine does not speculate.
     """
 
     request_id: str
@@ -301,6 +355,7 @@ class Output:
     accepted_per_step: tuple[int, ...] = ()
     preemptions: int = 0
     routes: Tensor | None = None
+    speculation: SpecReport | None = None
 
     @classmethod
     def join(cls, request: Request, steps: Sequence[StepOutput]) -> Output:
@@ -320,4 +375,5 @@ class Output:
             tuple(len(s.token_ids) for s in steps if s.token_ids),
             max((s.preemptions for s in steps), default=0),
             routes[-1] if routes else None,
+            steps[-1].speculation,
         )

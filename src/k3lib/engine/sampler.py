@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from k3lib.draws import draw, random_keys, random_numbers, signed, uniforms
 from k3lib.engine.request import TokenLogprob
 from k3lib.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Filters",
+    "History",
     "Logprobs",
     "Prepared",
     "TokenCounts",
@@ -36,6 +38,7 @@ __all__ = [
     "draw",
     "logprobs_of",
     "sample",
+    "to_device",
     "token_logprobs",
     "uniforms",
 ]
@@ -44,11 +47,38 @@ __all__ = [
 _DRAWN_TOGETHER = 2**24  # 24 bytes; 64 with top_k or top_p
 _REPORTED_TOGETHER = 2**23  # 8 bytes; 32 with the best tokens
 
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 # ---- what is known of the requests --------------------------------------------------------------
+
+
+class History(Protocol):
+    """The ids that a request has seen at some moment; read only.
+
+    Attributes:
+        num_generated, ids, times: as in `TokenCounts`.
+        later: ids that were generated since, with the times to go by instead.
+    """
+
+    @property
+    def num_generated(self) -> int: ...  # noqa: D102
+
+    @property
+    def ids(self) -> array[int]: ...  # noqa: D102
+
+    @property
+    def times(self) -> array[int]: ...  # noqa: D102
+
+    @property
+    def later(self) -> Mapping[int, int]: ...  # noqa: D102
+
+
+class _Moment(NamedTuple):
+    num_generated: int
+    ids: array[int]
+    times: array[int]
+    later: dict[int, int]
 
 
 class TokenCounts:
@@ -84,6 +114,27 @@ class TokenCounts:
         self.times[place] += 1
         self.num_generated += 1
 
+    @property
+    def later(self) -> Mapping[int, int]:
+        """Nothing: all is counted."""
+        return {}
+
+    def ahead(self, tokens: Sequence[int]) -> list[History]:
+        """Return the history in front of each of some tokens that may come next, and behind the last.
+
+        They are good until a token is added.
+        """
+        moments: list[History] = [self]
+        later: dict[int, int] = {}
+        for i, token in enumerate(tokens):
+            before = later.get(token)
+            if before is None:
+                place = self._places.get(token)
+                before = 0 if place is None else self.times[place]
+            later = {**later, token: before + 1}
+            moments.append(_Moment(self.num_generated + i + 1, self.ids, self.times, later))
+        return moments
+
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping is inconsistent."""
         assert self._places == {token: place for place, token in enumerate(self.ids)}
@@ -111,7 +162,7 @@ class Filters:
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Filters:
         """Make the tensors of these rows, with one copy to the device. Temperature 0 is the best token alone."""
         columns = _filter_columns(params)
-        return cls(**dict(zip(columns, _to_device(list(columns.values()), device), strict=True)))
+        return cls(**dict(zip(columns, to_device(list(columns.values()), device), strict=True)))
 
     def rows(self, start: int, stop: int) -> Filters:
         """Return the part of rows `start` to `stop`, views."""
@@ -170,13 +221,13 @@ class Prepared:
             kinds["greedy" if p.temperature == 0 else "sorted" if p.top_k or p.top_p < 1 else "plain"].append(row)
         tables: list[dict[str, Tensor]] = [{}]
         if len(kinds["greedy"]) < len(params):
-            tables[0]["keys"] = _keys(torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64), 0)
+            tables[0]["keys"] = random_keys(torch.tensor([signed(seed) for seed in seeds], dtype=torch.int64), 0)
         for kind, rows in kinds.items():
             columns = {} if kind == "greedy" else _filter_columns([params[i] for i in rows])
             if len(rows) < len(params):
                 columns["rows"] = torch.tensor(rows, dtype=torch.int64)
             tables.append(columns)
-        moved = iter(_to_device([column for columns in tables for column in columns.values()], device))
+        moved = iter(to_device([column for columns in tables for column in columns.values()], device))
         shared, *there = ({name: next(moved) for name in columns} for columns in tables)
         groups = []
         for members, columns in zip(kinds.values(), there, strict=True):
@@ -210,7 +261,7 @@ def _filter_columns(params: Sequence[SamplingParams]) -> dict[str, Tensor]:
     return columns
 
 
-def _to_device(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+def to_device(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Move host tensors with one copy that nobody waits for."""
     if device.type == "cpu" or not parts:
         return list(parts)
@@ -221,66 +272,13 @@ def _to_device(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return [moved[i] for i in range(len(parts))]
 
 
-# ---- random numbers -----------------------------------------------------------------------------
-
-
-def uniforms(seeds: Tensor, positions: Tensor, lane: int = 0, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a random number in [0, 1) for each pair of a seed and a position, the same on every device.
-
-    A hash, not a stream: nothing is remembered, so a position can be drawn again. With the output function `mix` of
-    splitmix64, in integers modulo 2^64,
-
-        mix(x):  x ^= x >> 30; x *= 0xBF58476D1CE4E5B9; x ^= x >> 27; x *= 0x94D049BB133111EB; x ^= x >> 31
-        hash  =  mix(mix(seed + (lane + 1) g) + (position + 1) g),   g = 0x9E3779B97F4A7C15
-
-    and the number is the upper 24 bits of the hash (53 in fp64), over 2^24 (2^53).
-
-    Args:
-        seeds: `[N]` int64.
-        positions: `[N]` of integers: tokens in front of the one that is drawn, prompt included.
-        lane: keeps apart the numbers that one position needs for different purposes.
-        dtype: fp32 or fp64.
-
-    Returns:
-        `[N]` in `dtype`.
-    """
-    return _numbers(_keys(seeds, lane), positions, dtype)
-
-
-def _keys(seeds: Tensor, lane: int) -> Tensor:
-    """The part of the hash that does not depend on positions."""
-    return _mix(seeds + _signed((lane + 1) * _GOLDEN)) + _GOLDEN
-
-
-def _numbers(keys: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    bits = {torch.float32: 24, torch.float64: 53}[dtype]
-    hashed = _mix(torch.add(keys, positions.to(torch.int64), alpha=_GOLDEN))
-    return _shifted(hashed, 64 - bits).to(dtype) * 2.0**-bits
-
-
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
-    x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - 2**64)
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, places: int) -> Tensor:
-    """Shift int64 to the right as if it had no sign."""
-    return (x >> places) & ((1 << (64 - places)) - 1)
-
-
-def _signed(x: int) -> int:
-    """The int64 that equals an integer modulo 2^64."""
-    return (x + 2**63) % 2**64 - 2**63
-
-
 # ---- from logits to a token ---------------------------------------------------------------------
 
 
 def adjust(
     logits: Tensor,
     params: Sequence[SamplingParams],
-    counts: Sequence[TokenCounts | None],
+    counts: Sequence[History | None],
     *,
     stop_ids: Sequence[int],
     allowed: Tensor | None = None,
@@ -304,16 +302,19 @@ def adjust(
     edits = _Edits.of(params, counts, stop_ids, logits.shape[1])
     out = logits
     if any(len(part) for part in edits):
-        edits = _Edits(*_to_device(edits, logits.device))
+        num_punished = int(edits.lengths.sum())
+        edits = _Edits(*to_device(edits, logits.device))
         out = logits.clone(memory_format=torch.contiguous_format)
         flat = out.view(-1)
-        if len(edits.ids):
-            row = torch.repeat_interleave(edits.lengths, output_size=len(edits.ids))
-            places = edits.starts[row] + edits.ids
-            old, divisors = flat[places], edits.divisors[row]
-            deductions = edits.frequency[row] * edits.times + edits.presence[row] * (edits.times > 0)
-            new = torch.where(old > 0, old / divisors, old * divisors) - deductions
-            flat[places] = torch.where(old.isinf(), old, new.clamp(-_HUGE, _HUGE))
+        if len(edits.starts):
+            row = torch.repeat_interleave(edits.lengths, output_size=num_punished)
+            entry = torch.arange(num_punished, device=row.device)
+            entry += (edits.begins + edits.lengths - edits.lengths.cumsum(0))[row]
+            punished = [edits.punish(flat, row, edits.ids[entry], edits.times[entry])]
+            if len(edits.later_ids):  # instead of the former
+                punished.append(edits.punish(flat, edits.later_rows, edits.later_ids, edits.later_times))
+            for places, values in punished:
+                flat[places] = values
         if len(edits.biased):
             flat[edits.biased] += edits.biases
     if allowed is not None:
@@ -329,31 +330,39 @@ class _Edits(NamedTuple):
     """What `adjust` does. Places are those in the flat logits; none is twice in a list.
 
     Attributes:
-        starts, lengths, divisors, frequency, presence: for each row with penalties: place of its first logit, number of
-            its ids, and parameters.
-        ids, times: of these rows together: what was seen, and how often it was generated.
+        starts, begins, lengths, divisors, frequency, presence: for each row with penalties: place of its first logit,
+            where its ids begin and how many they are, and parameters.
+        ids, times: of requests: what was seen, and how often it was generated; their rows share it.
+        later_rows, later_ids, later_times: what counts instead in some of these rows.
         biased, biases: places, and what is added there.
         masked: places that become -inf.
     """
 
     starts: Tensor
+    begins: Tensor
     lengths: Tensor
     divisors: Tensor
     frequency: Tensor
     presence: Tensor
     ids: Tensor
     times: Tensor
+    later_rows: Tensor
+    later_ids: Tensor
+    later_times: Tensor
     biased: Tensor
     biases: Tensor
     masked: Tensor
 
     @classmethod
     def of(
-        cls, params: Sequence[SamplingParams], counts: Sequence[TokenCounts | None], stop_ids: Sequence[int], vocab: int
+        cls, params: Sequence[SamplingParams], counts: Sequence[History | None], stop_ids: Sequence[int], vocab: int
     ) -> _Edits:
         """Collect them on the host."""
         punished: list[tuple[int, SamplingParams]] = []
-        lengths, ids, times = array("q"), array("q"), array("q")
+        begins, lengths, ids, times = array("q"), array("q"), array("q"), array("q")
+        later_rows, later_ids, later_times = array("q"), array("q"), array("q")
+        last: array[int] | None = None
+        begin = 0
         bias: dict[int, float] = {}
         masked = array("q")
         for row, (p, history) in enumerate(zip(params, counts, strict=True)):
@@ -364,27 +373,46 @@ class _Edits(NamedTuple):
                 continue
             if history is None:
                 raise ConfigError(f"adjust: row {row} has penalties or min_tokens and needs its TokenCounts, got None")
-            if _punishes(p) and history.ids:
+            if _punishes(p) and (history.ids or history.later):
+                if history.ids is not last:
+                    last, begin = history.ids, len(ids)
+                    ids.extend(history.ids)
+                    times.extend(history.times)
+                later_rows.extend([len(punished)] * len(history.later))
+                later_ids.extend(history.later)
+                later_times.extend(history.later.values())
                 punished.append((start, p))
+                begins.append(begin)
                 lengths.append(len(history.ids))
-                ids.extend(history.ids)
-                times.extend(history.times)
             if history.num_generated < p.min_tokens:
                 masked.extend(start + i for i in {*stop_ids, *p.stop_token_ids} if i < vocab)
         seen = _integers(ids)
-        assert not ids or (seen.min() >= 0 and seen.max() < vocab), f"TokenCounts holds ids outside 0..{vocab - 1}"
+        for found in (seen, _integers(later_ids)):
+            assert not len(found) or (found.min() >= 0 and found.max() < vocab), f"ids outside 0..{vocab - 1} were seen"
         return cls(
             _integers(array("q", [start for start, _ in punished])),
+            _integers(begins),
             _integers(lengths),
             _floats([min(max(p.repetition_penalty, _TINY), _HUGE) for _, p in punished]),
             _floats([p.frequency_penalty for _, p in punished]),
             _floats([p.presence_penalty for _, p in punished]),
             seen,
             _integers(times),
+            _integers(later_rows),
+            _integers(later_ids),
+            _integers(later_times),
             _integers(array("q", bias)),
             _floats([*bias.values()]),
             _integers(masked),
         )
+
+    def punish(self, flat: Tensor, rows: Tensor, ids: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
+        """Return places in the flat logits and what comes there, for ids of some of the rows with penalties."""
+        places = self.starts[rows] + ids
+        old, divisors = flat[places], self.divisors[rows]
+        deductions = self.frequency[rows] * times + self.presence[rows] * (times > 0)
+        new = torch.where(old > 0, old / divisors, old * divisors) - deductions
+        return places, torch.where(old.isinf(), old, new.clamp(-_HUGE, _HUGE))
 
 
 def _integers(values: array[int]) -> Tensor:
@@ -436,29 +464,12 @@ def distribution(logits: Tensor, params: Sequence[SamplingParams] | Filters) -> 
     return probs if ids is None else torch.empty_like(probs).scatter_(1, ids, probs)
 
 
-def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw one id of each row by inverting its cumulative distribution, in the order of the ids.
-
-    Args:
-        probs: `[N, V]`, not negative, of sum below 2; they are taken relative to their sum, to the bit 2^-62.
-        uniforms: `[N]` in [0, 1).
-
-    Returns:
-        `[N]` int64, never an id of probability 0; -1 for a row of zeros.
-    """
-    ends = (probs * 2.0**62).to(torch.int64).cumsum(-1)
-    total = ends[:, -1:]
-    # the last entry that is not 0, whatever is rounded up
-    ticket = torch.minimum((uniforms[:, None].double() * total).to(torch.int64), total - 1)
-    return torch.where(total > 0, torch.searchsorted(ends, ticket, right=True), -1)[:, 0]
-
-
 def sample(
     logits: Tensor,
     prepared: Prepared,
     positions: Tensor,
     *,
-    counts: Sequence[TokenCounts | None] | None = None,
+    counts: Sequence[History | None] | None = None,
     allowed: Tensor | None = None,
 ) -> Tensor:
     """Choose the next token of each row, without waiting for the device.
@@ -484,7 +495,7 @@ def sample(
         histories = [None] * num_rows if counts is None else counts
         logits = adjust(raw, prepared.params, histories, stop_ids=prepared.stop_ids, allowed=allowed)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    numbers = None if prepared.keys is None else _numbers(prepared.keys, positions, torch.float64)
+    numbers = None if prepared.keys is None else random_numbers(prepared.keys, positions, torch.float64)
     for group in prepared.groups:
         for start, stop in _slices(group.size, vocab, _DRAWN_TOGETHER):
             rows = slice(start, stop) if group.rows is None else group.rows[start:stop]

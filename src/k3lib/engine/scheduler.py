@@ -74,6 +74,7 @@ class SchedulerConfig:
         fair_after: seconds after its arrival from which a request is admitted, and its prompt computed, before those
             of higher priority.
         queue_timeout: seconds that a request may wait before it first runs; None = any time.
+        draft_tokens: a decode step has room for so many draft tokens of a request too, if that preempts nobody.
     """
 
     page_size: int
@@ -86,12 +87,13 @@ class SchedulerConfig:
     reserve_tokens: int = 128
     fair_after: float = 60.0
     queue_timeout: float | None = None
+    draft_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_running", "chunk_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
-        for name in ("max_queued", "reserve_tokens", "fair_after", "queue_timeout"):
+        for name in ("max_queued", "reserve_tokens", "fair_after", "queue_timeout", "draft_tokens"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ConfigError(f"{name} must be >= 0, got {value}")
@@ -112,9 +114,9 @@ class Work(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step of the model."""
+    """One step of the model. What is planned as "decode" becomes "verify" with the draft tokens behind its `ids`."""
 
-    mode: Literal["prefill", "decode"]
+    mode: Literal["prefill", "decode", "verify"]
     work: list[Work]
 
     @property
@@ -333,7 +335,23 @@ class Scheduler:
         if not work:
             return None
         self._decode_turn = False
+        if self.config.draft_tokens:
+            self._reserve_drafts(work)
         return StepPlan("decode", work)
+
+    def _reserve_drafts(self, work: list[Work]) -> None:
+        for state, lease, _, _ in work:
+            tokens = 1 + max(0, min(self.config.draft_tokens, state.left - 1))
+            if not self._has_room(state, tokens):
+                try:
+                    self.cache.grow(lease, tokens=tokens)
+                except CapacityError:
+                    return  # drafts get what room there is
+
+    def draft_room(self, work: Work) -> int:
+        """Draft tokens that a decode step can take of a request: what it may still generate, and has room for."""
+        room = len(work.lease.pages) * self.config.page_size - work.lease.length - len(work.ids)
+        return max(0, min(self.config.draft_tokens, work.state.left - 1, room))
 
     def _add_decoding(self, decoding: Iterable[RequestState], work: list[Work]) -> None:
         for state in sorted(decoding, key=_rank):
@@ -456,7 +474,9 @@ class Scheduler:
     # -- after a step ---------------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan) -> None:
-        """Count the tokens of a step that was issued to the device."""
+        """Count the tokens of a step that was issued to the device; what is true of a verify step comes out later."""
+        if plan.mode == "verify":
+            return
         for work in plan.work:
             self.cache.commit(work.lease, work.ids)
 

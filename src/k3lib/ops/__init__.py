@@ -8,7 +8,17 @@ from __future__ import annotations
 from k3lib.ops.activation import SiTUSpec, situ_and_mul
 from k3lib.ops.attn_res import AttnResSpec, attn_res
 from k3lib.ops.conv import ConvSpec, short_conv
-from k3lib.ops.kda import KDAParams, KDASpec, kda_chunk, kda_gate, kda_mixer, kda_recurrent, l2_norm
+from k3lib.ops.kda import (
+    KDAParams,
+    KDASpec,
+    ReplaySpec,
+    kda_chunk,
+    kda_gate,
+    kda_mixer,
+    kda_recurrent,
+    kda_replay,
+    l2_norm,
+)
 from k3lib.ops.mla import (
     AttentionSpec,
     MergeSpec,
@@ -58,6 +68,7 @@ __all__ = [
     "NormSpec",
     "Op",
     "Package",
+    "ReplaySpec",
     "RouteSpec",
     "Routing",
     "RowsSpec",
@@ -75,6 +86,7 @@ __all__ = [
     "kda_gate",
     "kda_mixer",
     "kda_recurrent",
+    "kda_replay",
     "l2_norm",
     "merge_partials",
     "mla_decode",

@@ -18,10 +18,10 @@ from k3lib.ops.packing import (
     TokensPerRequest,
     VerifyKind,
     check_saves,
+    check_verify,
     compute_dtype,
     host_lengths,
     host_slots,
-    no_verify,
     saves_kind,
     tokens_per_request,
     verify_kind,
@@ -73,8 +73,8 @@ class ConvSpec:
         )
 
 
-@op(ConvSpec.of, supports=no_verify)
-def short_conv(
+@op(ConvSpec.of)
+def short_conv(  # noqa: C901 - a reference, read from top to bottom
     x: Tensor,
     weight: Tensor,
     *,
@@ -97,7 +97,7 @@ def short_conv(
         slots: `[B]` int32, row of each request; 0 is the null slot, negative means none (its output is zero).
         cu_seqlens: `[B + 1]` int32.
         saves: interior positions whose window is stored as well.
-        verify: scratch of a verify step; the reference declines it (see `explain`).
+        verify: scratch of a verify step: `conv_state` stays as it is, and `verify.inputs` gets the new inputs.
 
     Returns:
         `[T, C]` in the dtype of `x`.
@@ -115,6 +115,10 @@ def short_conv(
     lengths = host_lengths(cu_seqlens, num_tokens)
     rows = host_slots(slots, conv_state, len(lengths))
     wanted = check_saves(saves, lengths, rows, conv_state)
+    if verify is not None:
+        check_verify("short_conv", verify, lengths, rows, saves)
+        if verify.inputs.shape[2] != channels:
+            raise ConfigError(f"short_conv: verify.inputs has {verify.inputs.shape[2]} channels, weight has {channels}")
 
     past = width - 1
     # history: the left context of every request, then all new tokens; a window is W indices into it
@@ -148,13 +152,18 @@ def short_conv(
 
     if rows is None or conv_state is None:
         return out
+    if any(s < 0 for s in rows):
+        dropped = torch.tensor([s < 0 for s in rows], device=x.device)
+        out = out.masked_fill(torch.repeat_interleave(dropped, torch.tensor(lengths, device=x.device))[:, None], 0)
+    if verify is not None:
+        for i, inputs in enumerate(torch.split(x, lengths)):
+            verify.inputs[i, : len(inputs)] = inputs
+        return out
     keep = [i for i, s in enumerate(rows) if s > 0]
     if len(keep) == len(rows):
         conv_state[slots] = after.to(conv_state.dtype)
     else:
         conv_state[[rows[i] for i in keep]] = after[keep].to(conv_state.dtype)
-        dropped = torch.tensor([s < 0 for s in rows], device=x.device)
-        out = out.masked_fill(torch.repeat_interleave(dropped, torch.tensor(lengths, device=x.device))[:, None], 0)
     if wanted:
         requests, offsets, targets = map(list, zip(*wanted, strict=True))
         kept = after[requests] if window_after is None else window_after(requests, offsets)

@@ -25,6 +25,7 @@ from k3lib.ops.packing import (
     TokensPerRequest,
     VerifyKind,
     check_saves,
+    check_verify,
     compute_dtype,
     host_lengths,
     host_slots,
@@ -42,7 +43,17 @@ if TYPE_CHECKING:
 
     from k3lib.batch import StateSaves, VerifyScratch
 
-__all__ = ["KDAParams", "KDASpec", "kda_chunk", "kda_gate", "kda_mixer", "kda_recurrent", "l2_norm"]
+__all__ = [
+    "KDAParams",
+    "KDASpec",
+    "ReplaySpec",
+    "kda_chunk",
+    "kda_gate",
+    "kda_mixer",
+    "kda_recurrent",
+    "kda_replay",
+    "l2_norm",
+]
 
 CHUNK = 32  # tokens a chunk while a bounded gate keeps exp(CHUNK / 2 · bound) inside fp32 ...
 _FP32_EXPONENT = 80.0
@@ -263,21 +274,33 @@ def _begin(
 def _finish(
     call: _Call, out: Tensor, final: Tensor, kept: list[Tensor], state: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Write the states back, blank the requests without a slot, round once."""
+    """Write the states back, if there are any, blank the requests without a slot, round once."""
+    if call.slots is not None and any(s < 0 for s in call.slots):
+        dropped = torch.tensor([s < 0 for s in call.slots], device=out.device)
+        mask = torch.repeat_interleave(dropped, torch.tensor(call.lengths, device=out.device))
+        out = out.masked_fill(mask[:, None, None], 0)
     if state is not None and call.slots is not None:
         live = [i for i, s in enumerate(call.slots) if s > 0]
         if live:
             state[[call.slots[i] for i in live]] = (final if len(live) == len(final) else final[live]).to(state.dtype)
-        if any(s < 0 for s in call.slots):
-            dropped = torch.tensor([s < 0 for s in call.slots], device=out.device)
-            mask = torch.repeat_interleave(dropped, torch.tensor(call.lengths, device=out.device))
-            out = out.masked_fill(mask[:, None, None], 0)
         if kept:
             state[[slot for _, _, slot in call.saves]] = torch.stack(kept).to(state.dtype)
     return out.to(dtype)
 
 
-@op(KDASpec.of, supports=no_verify)
+def _keep_inputs(verify: VerifyScratch, call: _Call, k: Tensor, v: Tensor) -> None:
+    """Write what `kda_replay` reads: one row a request."""
+    assert verify.k is not None and verify.v is not None, "checked by check_verify"  # noqa: PT018
+    assert verify.log_decay is not None and verify.beta is not None, "checked by check_verify"  # noqa: PT018
+    row = torch.repeat_interleave(torch.arange(len(call.lengths)), torch.tensor(call.lengths, dtype=torch.int64))
+    starts = torch.tensor([0, *accumulate(call.lengths)])
+    column = torch.arange(len(row)) - starts[row]
+    place = (row.to(v.device), column.to(v.device))
+    for kept, value in ((verify.k, k), (verify.v, v), (verify.log_decay, call.log_decay), (verify.beta, call.beta)):
+        kept[place] = value.to(kept.dtype)
+
+
+@op(KDASpec.of)
 def kda_recurrent(
     q: Tensor,
     k: Tensor,
@@ -306,15 +329,18 @@ def kda_recurrent(
         cu_seqlens: `[B + 1]` int32, token offsets of the requests; an empty request keeps its state.
         scale: factor applied to the normalised `q`.
         saves: interior states to store as well.
-        verify: scratch of a verify step; the reference declines it (see `explain`).
+        verify: scratch of a verify step, row i for request i: `state` stays as it is, what `kda_replay` needs, or the
+            state after each token, goes there.
 
     Returns:
         `[T, H, V]` in the dtype of `v`.
 
     Raises:
-        ConfigError: shapes, offsets, slots or saves do not fit; nothing has been written.
+        ConfigError: shapes, offsets, slots, saves or scratch do not fit; nothing has been written.
     """
     call = _begin(q, k, v, gate, beta, params, state, slots, cu_seqlens, scale, saves)
+    if verify is not None:
+        check_verify("kda_recurrent", verify, call.lengths, call.slots, saves)
     retention = call.log_decay.exp()
     starts = [0, *accumulate(call.lengths)]
     order = sorted(range(len(call.lengths)), key=lambda i: -call.lengths[i])  # the running ones come first
@@ -337,6 +363,8 @@ def kda_recurrent(
         error = call.v[at] - (s @ call.k[at][..., None]).squeeze(-1)
         s = s + (call.beta[at][..., None] * error)[..., None] * call.k[at][:, :, None, :]
         outs.append((s @ call.q[at][..., None]).squeeze(-1))
+        if verify is not None and verify.states is not None:
+            verify.states[order[:running], t] = s.to(verify.states.dtype)
         for n, i in enumerate(order[:running]):
             for which in wanted.get((i, t + 1), ()):
                 kept[which] = s[n]
@@ -346,7 +374,118 @@ def kda_recurrent(
     out = torch.cat(outs) if len(outs) > 1 else outs[0] if outs else call.v
     if tokens != list(range(len(tokens))):
         out = out[torch.tensor(tokens, device=out.device).argsort()]
+    if verify is not None:
+        if verify.states is None:
+            _keep_inputs(verify, call, k, v)
+        state = None
     return _finish(call, out, final, kept, state, v.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaySpec:
+    """Static facts of a replay."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    state_dtype: torch.dtype
+    deterministic: bool = False
+
+    @staticmethod
+    def of(
+        state: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        *,
+        sources: Tensor,
+        rows: Tensor,
+        counts: Tensor,
+        targets: Tensor,
+    ) -> ReplaySpec:
+        """Facts of a call."""
+        return intern_spec(ReplaySpec, state.shape[2], k.shape[-1], v.shape[-1], v.dtype, state.dtype)
+
+
+@op(ReplaySpec.of)
+def kda_replay(
+    state: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    *,
+    sources: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    targets: Tensor,
+) -> None:
+    """Advance states by tokens that a verify step kept, in all layers at once, with the arithmetic of `kda_recurrent`.
+
+    Entry i reads `state[:, sources[i]]`, takes the first `counts[i]` tokens of scratch row `rows[i]`, and writes
+    `state[:, targets[i]]`. A source may be the target of its own entry, and of no other.
+
+    Args:
+        state: `[L, N, H, V, K]`, updated in place. L layers.
+        k: `[L, R, D, H, K]`, not normalised. R rows of D tokens.
+        v: `[L, R, D, H, V]`.
+        log_decay: `[L, R, D, H, K]` fp32.
+        beta: `[L, R, D, H]` fp32, after the sigmoid.
+        sources, rows, counts, targets: `[n]` int32. A count of 0 copies; a target of 0 or less is dropped.
+
+    Raises:
+        ConfigError: shapes or places do not fit; nothing has been written.
+    """
+    _check_replay(state, k, v, log_decay, beta, sources, rows, counts, targets)
+    taken: list[int] = counts.tolist()
+    live = [i for i, target in enumerate(targets.tolist()) if target > 0]
+    if not live:
+        return
+    dtype = torch.float64 if state.dtype == torch.float64 else torch.float32
+    row, count = rows[live].long(), counts[live]
+    s = state[:, sources[live].long()].to(dtype)
+    for t in range(max(taken[i] for i in live)):
+        key = l2_norm(k[:, row, t].to(dtype))
+        grown = s * log_decay[:, row, t].to(dtype).exp()[..., None, :]
+        error = v[:, row, t].to(dtype) - (grown @ key[..., None]).squeeze(-1)
+        grown = grown + (beta[:, row, t].to(dtype)[..., None] * error)[..., None] * key[..., None, :]
+        s = torch.where((count > t)[None, :, None, None, None], grown, s)
+    state[:, targets[live].long()] = s.to(state.dtype)
+
+
+def _check_replay(
+    state: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    sources: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    targets: Tensor,
+) -> None:
+    layers, slots, heads, value_dim, key_dim = state.shape
+    if k.ndim != 5:
+        raise ConfigError(f"kda_replay: k must be [L, R, D, H, K], got {list(k.shape)}")
+    num_rows, width = k.shape[1:3]
+    for name, x, last in (("k", k, (key_dim,)), ("v", v, (value_dim,)), ("log_decay", log_decay, (key_dim,)),
+                          ("beta", beta, ())):  # fmt: skip
+        want = (layers, num_rows, width, heads, *last)
+        if tuple(x.shape) != want:
+            raise ConfigError(f"kda_replay: {name} has shape {list(x.shape)}, expected {list(want)}")
+    sizes = {name: x.numel() for name, x in (("sources", sources), ("rows", rows), ("counts", counts),
+                                             ("targets", targets))}  # fmt: skip
+    if len(set(sizes.values())) > 1:
+        raise ConfigError(f"kda_replay: {sizes} must be equally many")
+    limits = (("sources", sources, slots - 1), ("rows", rows, num_rows - 1), ("counts", counts, width))
+    for name, x, most in limits:
+        if x.numel() and not (int(x.min()) >= 0 and int(x.max()) <= most):
+            raise ConfigError(f"kda_replay: {name} must lie in 0..{most}, got {x.tolist()}")
+    wanted = [t for t in targets.tolist() if t > 0]
+    if wanted and (max(wanted) >= slots or len(set(wanted)) != len(wanted)):
+        raise ConfigError(f"kda_replay: targets must be different slots below {slots}, got {targets.tolist()}")
 
 
 @op(KDASpec.of, supports=no_verify)
@@ -520,7 +659,6 @@ def _sums_since(x: Tensor) -> Tensor:
 @op(
     KDASpec.of_mixer,
     default="composed",
-    supports=no_verify,
     parts=("short_conv", "kda_chunk", "kda_recurrent", "gated_rms_norm"),
 )
 def kda_mixer(
@@ -558,7 +696,7 @@ def kda_mixer(
         slots: `[B]` int32.
         cu_seqlens: `[B + 1]` int32.
         saves: interior states to store as well.
-        verify: scratch of a verify step.
+        verify: scratch of a verify step: `state` and `conv_state` stay as they are.
 
     Returns:
         `[T, H, V]` in the dtype of `qkv`.
@@ -585,7 +723,8 @@ def kda_mixer(
         qkv, conv_weight, conv_state=conv_state, slots=slots, cu_seqlens=cu_seqlens, saves=saves, verify=verify
     )
     q, k, v = torch.split(mixed, [heads * key_dim, heads * key_dim, heads * value_dim], dim=-1)
-    recurrence = kda_chunk if tokens_per_request(num_tokens, cu_seqlens) == "many" else kda_recurrent
+    is_long = verify is None and tokens_per_request(num_tokens, cu_seqlens) == "many"
+    recurrence = kda_chunk if is_long else kda_recurrent
     out = recurrence(
         q.view(num_tokens, heads, key_dim),
         k.view(num_tokens, heads, key_dim),

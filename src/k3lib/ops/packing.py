@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
     from k3lib.batch import StateSaves, VerifyScratch
 
-__all__ = ["check_saves", "compute_dtype", "host_lengths", "host_slots", "saves_kind", "tokens_per_request"]
+__all__ = [
+    "check_saves", "check_verify", "compute_dtype", "host_lengths", "host_slots", "saves_kind", "tokens_per_request",
+]  # fmt: skip
 
 TokensPerRequest = Literal["1", "<=8", "many"]
 SavesKind = Literal["none", "chunk", "any"]
@@ -115,6 +117,28 @@ def saves_kind(saves: StateSaves | None) -> SavesKind:
     if saves is None or not saves.offsets:
         return "none"
     return "chunk" if all(offset % CHUNK_GRID == 0 for offset in saves.offsets) else "any"
+
+
+def check_verify(
+    op: str, verify: VerifyScratch, lengths: list[int], slots: list[int] | None, saves: StateSaves | None
+) -> None:
+    """Refuse a verify step that its scratch cannot hold, or that keeps states as well.
+
+    Raises:
+        ConfigError: names the counts on both sides.
+    """
+    if slots is None:
+        raise ConfigError(f"{op}: a verify step needs state and slots")
+    if saves is not None and saves.offsets:
+        raise ConfigError(f"{op}: a verify step keeps no states of its own, got saves at {list(saves.offsets)}")
+    rows, width = verify.inputs.shape[:2]
+    if len(lengths) > rows or max(lengths, default=0) > width:
+        raise ConfigError(
+            f"{op}: the verify scratch has {rows} rows of {width} tokens, the step {len(lengths)} requests of up to "
+            f"{max(lengths, default=0)}"
+        )
+    if verify.states is None and any(x is None for x in (verify.k, verify.v, verify.log_decay, verify.beta)):
+        raise ConfigError(f"{op}: the verify scratch has neither states nor all of k, v, log_decay and beta")
 
 
 class _HasVerify(Protocol):

@@ -158,6 +158,7 @@ def _engine_info(engine: "Engine") -> dict[str, Any]:
         "max_running_requests": engine.scheduler.config.max_running,
         "memory": memory,
         "prefix_reuse": reuse_obstacle(engine) or "on",
+        "avg_spec_accept_length": None if stats["speculation"] is None else stats["speculation"]["accept_length"],
         "internal_states": [{"memory_usage": memory, **stats}],
     }
 

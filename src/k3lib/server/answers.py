@@ -12,7 +12,7 @@ from k3lib.engine.request import StepOutput
 from k3lib.errors import CapacityError, RequestError
 from k3lib.server.failures import AbortedError, ClientGone, EngineError, OverloadedError, TimedOutError
 from k3lib.server.gate import LOG
-from k3lib.server.schemas import PromptDetails, Usage
+from k3lib.server.schemas import CompletionDetails, PromptDetails, Usage
 from k3lib.server.tokenizer import IncrementalDecoder
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from fastapi import Request
 
-    from k3lib.engine.request import SamplingParams, TokenLogprob
+    from k3lib.engine.request import SamplingParams, SpecReport, TokenLogprob
     from k3lib.server.chat import Delta
     from k3lib.server.metrics import Metrics
     from k3lib.server.schemas import Finish
@@ -128,6 +128,7 @@ class Answer:
         cached_tokens, kv_tokens: prompt tokens that were not computed, and whose KV was found; None = not known.
         finish_reason: None while it goes on.
         matched: the stop string or id that ended it.
+        speculation: what it did for this answer; None if the engine does not speculate.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class Answer:
         self.kv_tokens: int | None = None
         self.finish_reason: Finish | None = None
         self.matched: str | int | None = None
+        self.speculation: SpecReport | None = None
         self._tok = tok
         self._stops = StopStrings(stops)
         self._reported = 0
@@ -201,6 +203,7 @@ class Answer:
         if self.cached_tokens is None:
             self.cached_tokens = getattr(item, "cached_tokens", None)
             self.kv_tokens = getattr(item, "kv_tokens", None)
+        self.speculation = getattr(item, "speculation", None)
         if self.params.logprobs:
             self.logprobs += getattr(item, "logprobs", None) or ()
         if self.params.prompt_logprobs:
@@ -242,6 +245,7 @@ def count_usage(prompt_tokens: int, answers: Iterable[Answer]) -> Usage:
     cached: dict[int, int] = {}
     kv: dict[int, int] = {}
     completion_tokens, counts_kinds = 0, True
+    answers = list(answers)
     for answer in answers:
         completion_tokens += len(answer.ids)
         if answer.cached_tokens is None:
@@ -263,7 +267,29 @@ def count_usage(prompt_tokens: int, answers: Iterable[Answer]) -> Usage:
             details["cached_kv_tokens"] = min(sum(kv.values()), prompt_tokens)
             details["cached_state_tokens"] = reused
         usage["prompt_tokens_details"] = details
+    if (drafts := count_drafts(answers)) is not None:
+        usage["completion_tokens_details"] = drafts
     return usage
+
+
+def count_drafts(answers: Iterable[Answer]) -> CompletionDetails | None:
+    """What speculation did for a request; None without it."""
+    reports = [answer.speculation for answer in answers if answer.speculation is not None]
+    if not reports:
+        return None
+    width = max(len(report.by_position) for report in reports)
+    details = CompletionDetails(
+        accepted_prediction_tokens=sum(r.accepted for r in reports),
+        rejected_prediction_tokens=sum(r.proposed - r.accepted for r in reports),
+        verify_steps=sum(r.steps for r in reports),
+        accepted_by_position=[sum(r.by_position[i] for r in reports if i < len(r.by_position))
+                              for i in range(width)],
+    )  # fmt: skip
+    if any(report.simulated for report in reports):
+        details["simulated_acceptance"] = True
+    if refused := next((report.refused for report in reports if report.refused), ""):
+        details["speculation_refused"] = refused
+    return details
 
 
 class Run:

@@ -178,7 +178,11 @@ class _Writer:
 
     def _usage(self, answers: Sequence[Answer], parsers: Sequence[OutputParser]) -> Usage:
         usage = count_usage(self._prompt.billed_tokens, answers)
-        usage["completion_tokens_details"] = {"reasoning_tokens": sum(parser.reasoning_tokens for parser in parsers)}
+        reasoning = sum(parser.reasoning_tokens for parser in parsers)
+        usage["completion_tokens_details"] = {
+            **usage.get("completion_tokens_details", {}),
+            "reasoning_tokens": reasoning,
+        }
         return usage
 
     def _chunk(

@@ -39,12 +39,14 @@ class MakeTiny:
     """Pack the routed experts as in the official release."""
     vision: bool = True
     """Add the vision tower and projector."""
+    draft: Literal["inferact", "radixark"] | None = None
+    """Write a draft model of this family, too, into the subfolder dspark."""
 
     def run(self) -> int:
         from k3lib.server.tiny import make_tiny
 
-        make_tiny(self.out, seed=self.seed, mxfp4=self.mxfp4, vision=self.vision)
-        size = sum(file.stat().st_size for file in self.out.iterdir())
+        make_tiny(self.out, seed=self.seed, mxfp4=self.mxfp4, vision=self.vision, draft=self.draft)
+        size = sum(file.stat().st_size for file in self.out.rglob("*") if file.is_file())
         print(f"{self.out}: {size / 1e6:.1f} MB")
         return 0
 

@@ -10,8 +10,9 @@ import tyro  # noqa: TC002 - tyro itself reads the annotations
 from k3lib.engine.config import EngineConfig
 from k3lib.errors import ConfigError
 from k3lib.server.logs import LogFormat  # noqa: TC001 - tyro reads it
+from k3lib.spec.proposer import SpecConfig
 
-__all__ = ["ApiConfig", "CompatibilityConfig", "ModelConfig", "NetworkConfig", "ServeConfig"]
+__all__ = ["ApiConfig", "CompatibilityConfig", "ModelConfig", "NetworkConfig", "ServeConfig", "SpeculationConfig"]
 
 DType = Literal["auto", "float32", "bfloat16"]
 
@@ -91,6 +92,77 @@ class ApiConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    """Let a draft propose tokens, which the model checks several at once; the answers stay the model's."""
+
+    speculative_algorithm: Literal["DSPARK", "DFLASH", "NGRAM"] | None = None
+    """Who proposes: a draft model, or what followed the same tokens earlier (NGRAM)."""
+    speculative_draft_model_path: str | None = None
+    """Folder of the draft model."""
+    speculative_dspark_block_size: int | None = None
+    """Most draft tokens of a step; default: the draft's own, 7 for NGRAM."""
+    speculative_dflash_block_size: int | None = None
+    """The same for DFLASH, whose sizes count the token in front of the draft too."""
+    speculative_num_draft_tokens: int | None = None
+    """Tokens of a verify step: one more than the block size, and it must be."""
+    speculative_accept: Literal["chain", "block"] = "chain"
+    """Rule for drawn tokens: one by one, or block verification, which accepts more."""
+    speculative_adaptive: bool = False
+    """Shorten drafts that are not likely to be accepted."""
+    speculative_max_batch: int | None = None
+    """With more running requests, decode plainly."""
+    speculative_rollback: Literal["replay", "states"] = "replay"
+    """What keeps the recurrent state exact: the inputs of each step, or a state for every token of it."""
+    speculative_simulate_accept_len: float | None = None
+    """Make up acceptance of so many tokens a step, to measure speed; the answers are of no use."""
+    enable_linear_replayssm_spec: bool = False
+    """Another server's name for --speculative-rollback replay, the default here."""
+
+    def __post_init__(self) -> None:
+        if self.speculative_algorithm is None:
+            for name, value in vars(self).items():
+                if value != type(self).__dataclass_fields__[name].default:
+                    raise ConfigError(f"--{name.replace('_', '-')} {value} needs --speculative-algorithm")
+            return
+        if self.speculative_algorithm != "NGRAM" and self.speculative_draft_model_path is None:
+            raise ConfigError(
+                f"--speculative-algorithm {self.speculative_algorithm} needs --speculative-draft-model-path"
+            )
+        if self.enable_linear_replayssm_spec and self.speculative_rollback == "states":
+            raise ConfigError("--enable-linear-replayssm-spec contradicts --speculative-rollback states")
+        tokens, size = self.speculative_num_draft_tokens, self.block_size
+        if tokens is not None and (tokens < 2 or (size is not None and tokens != size + 1)):
+            raise ConfigError(
+                f"--speculative-num-draft-tokens {tokens} must be the block size and one more, at least 2; the block "
+                f"size is {size if size is not None else 'the default'}"
+            )
+
+    @property
+    def block_size(self) -> int | None:
+        """Most draft tokens of a step, if a flag says it."""
+        size = self.speculative_dspark_block_size
+        if self.speculative_algorithm == "DFLASH" and self.speculative_dflash_block_size is not None:
+            size = self.speculative_dflash_block_size - 1
+        if size is None and self.speculative_num_draft_tokens is not None:
+            size = self.speculative_num_draft_tokens - 1
+        return size
+
+    def spec(self) -> SpecConfig | None:
+        """What the engine is told."""
+        if self.speculative_algorithm is None:
+            return None
+        return SpecConfig(
+            draft="ngram" if self.speculative_algorithm == "NGRAM" else str(self.speculative_draft_model_path),
+            block_size=self.block_size,
+            accept=self.speculative_accept,
+            rollback=self.speculative_rollback,
+            simulate_accept_len=self.speculative_simulate_accept_len,
+            adaptive=self.speculative_adaptive,
+            max_batch=self.speculative_max_batch,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CompatibilityConfig:
     """Flags of other servers that change nothing: what they turn on is always on."""
 
@@ -112,4 +184,5 @@ class ServeConfig:
     network: tyro.conf.OmitArgPrefixes[NetworkConfig] = field(default_factory=NetworkConfig)
     api: tyro.conf.OmitArgPrefixes[ApiConfig] = field(default_factory=ApiConfig)
     engine: tyro.conf.OmitArgPrefixes[EngineConfig] = field(default_factory=EngineConfig)
+    speculation: tyro.conf.OmitArgPrefixes[SpeculationConfig] = field(default_factory=SpeculationConfig)
     compatibility: tyro.conf.OmitArgPrefixes[CompatibilityConfig] = field(default_factory=CompatibilityConfig)

@@ -33,6 +33,15 @@ _GAUGES = {
     "gen_throughput": "Generated tokens a second, over the last ten seconds.",
     "num_retracted_reqs": "Times that a running request lost its memory and was computed anew.",
 }
+_SPEC_GAUGES = {
+    "spec_accept_length": "Tokens that a verify step gave to a request on average.",
+    "spec_accept_rate": "Part of the verified draft tokens that was accepted.",
+    "spec_cap_length": "Tokens that a verify step could have given to a request on average: its draft and one more.",
+    "spec_num_draft_tokens": "Draft tokens that were verified.",
+    "spec_num_accepted_tokens": "Draft tokens that were accepted.",
+    "spec_num_verify_steps": "Verify steps, counted for each request.",
+    "spec_simulated": "1: acceptance is made up to measure speed.",
+}
 _COUNTERS = {
     "num_requests": "Answers that were begun.",
     "num_aborted_requests": "Answers that ended early: client gone, aborted, out of time, or failed.",
@@ -71,6 +80,9 @@ class Metrics:
             name: self._of(Histogram, name, text, model_name, buckets=buckets)
             for name, (text, buckets) in _HISTOGRAMS.items()
         }
+        self._model_name = model_name
+        self._spec_gauges: dict[str, Any] = {}  # made when an engine turns out to speculate
+        self._by_position: Any = None
         self._clocks: dict[Answer, _Clock] = {}
         self._recent: deque[tuple[float, int]] = deque()
         self._reused = self._prompted = 0
@@ -148,6 +160,32 @@ class Metrics:
         }
         for name, value in values.items():
             self._gauges[name].set(value)
+        if stats.get("speculation") is not None:
+            self._speculation(stats["speculation"])
+
+    def _speculation(self, found: Mapping[str, Any]) -> None:
+        if not self._spec_gauges:
+            self._spec_gauges = {n: self._of(Gauge, n, text, self._model_name) for n, text in _SPEC_GAUGES.items()}
+            self._by_position = Gauge(
+                "k3lib:spec_accept_rate_by_position",
+                "Part of the verified draft tokens of one place in the draft that was accepted.",
+                (_LABEL, "position"),
+                registry=self._registry,
+            )
+        steps = found["steps"]
+        values = {
+            "spec_accept_length": found["accept_length"],
+            "spec_accept_rate": found["accept_rate"],
+            "spec_cap_length": (found["proposed"] + steps) / steps if steps else 0,
+            "spec_num_draft_tokens": found["proposed"],
+            "spec_num_accepted_tokens": found["accepted"],
+            "spec_num_verify_steps": steps,
+            "spec_simulated": int(found["simulated"]),
+        }
+        for name, value in values.items():
+            self._spec_gauges[name].set(value)
+        for place, (accepted, tried) in enumerate(zip(found["by_position"], found["tried_by_position"], strict=True)):
+            self._by_position.labels(self._model_name, str(place)).set(accepted / tried if tried else 0)
 
     def text(self) -> bytes:
         """Everything in Prometheus' text format."""

@@ -155,6 +155,16 @@ class _Writer:
             "cached_tokens": answer.cached_tokens or 0,
             "e2e_latency": time.monotonic() - run.started,
         }
+        if (found := answer.speculation) is not None:
+            meta |= {
+                "spec_verify_ct": found.steps,
+                "spec_draft_token_num": found.proposed,
+                "spec_accept_token_num": found.accepted,
+                "spec_accept_rate": found.accept_rate,
+                "spec_accept_length": found.accept_length,
+                "spec_accepted_by_position": list(found.by_position),
+                "spec_simulated": found.simulated,
+            }
         if self._body.return_logprob:
             meta |= self._logprobs(answer)
         return {"text": "".join(answer.content), "output_ids": answer.ids, "meta_info": meta}

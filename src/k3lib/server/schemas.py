@@ -304,9 +304,15 @@ class ErrorResponse(TypedDict):
 
 
 class CompletionDetails(TypedDict):
-    """What the generated tokens were."""
+    """What the generated tokens were, and what speculation did for them: only on a server that speculates."""
 
-    reasoning_tokens: int
+    reasoning_tokens: NotRequired[int]
+    accepted_prediction_tokens: NotRequired[int]
+    rejected_prediction_tokens: NotRequired[int]
+    accepted_by_position: NotRequired[list[int]]
+    verify_steps: NotRequired[int]
+    simulated_acceptance: NotRequired[bool]
+    speculation_refused: NotRequired[str]
 
 
 class PromptDetails(TypedDict):

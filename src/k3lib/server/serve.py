@@ -50,7 +50,8 @@ def run_server(config: ServeConfig) -> int:
         resident_experts=where.resident_experts,
     )
     tok = tokenizer_for(where.model_path, where.tokenizer_path, model, revision=where.revision)
-    engine = Engine(model, _engine_config(config.engine, is_built_in=where.model_path is None), tokenizer=tok)
+    rules = _engine_config(config.engine, is_built_in=where.model_path is None)
+    engine = Engine(model, dataclasses.replace(rules, spec=config.speculation.spec()), tokenizer=tok)
     _say_grammars(required=config.api.require_grammar)
     name = where.served_model_name or where.model_path or BUILT_IN
     _banner(name, engine)
@@ -101,7 +102,7 @@ def _arguments(config: ServeConfig) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for group in dataclasses.fields(config):
         part = getattr(config, group.name)
-        flat |= {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if f.name != "cache"}
+        flat |= {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if f.name not in ("cache", "spec")}
     for name in ("api_key", "admin_api_key"):
         flat[name] = None if flat[name] is None else "***"
     return flat
