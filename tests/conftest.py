@@ -6,14 +6,19 @@ import pathlib
 
 import hypothesis
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start too
+
 import torch
 from safetensors import safe_open
 
 from k3lib.ops import Target
 
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=25)
-hypothesis.settings.register_profile("ci", deadline=None, max_examples=100, derandomize=True, print_blob=True)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=25, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=400)
+hypothesis.settings.load_profile(os.environ.get("K3LIB_HYPOTHESIS") or ("ci" if os.environ.get("CI") else "dev"))
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)

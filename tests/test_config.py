@@ -10,7 +10,8 @@ import sys
 
 import pytest
 
-from k3lib.config import DraftConfig, KDAConfig, KimiK3Config, LatentMoEConfig, MLAConfig, SiTU
+from k3lib.config import KDAConfig, KimiK3Config, LatentMoEConfig, MLAConfig, SiTU
+from k3lib.draft_config import DraftConfig
 from k3lib.errors import ConfigError
 
 SPEC = pathlib.Path(__file__).resolve().parents[2] / "shared" / "spec" / "configs"
@@ -134,7 +135,7 @@ def test_inferact_draft():
     assert (draft.family, draft.feature_kind, draft.feature_layers) == ("inferact", "prefix", (2, 23, 47, 71, 89))
     assert (draft.num_layers, draft.num_heads, draft.head_dim, draft.block_size) == (5, 64, 192, 7)
     assert (draft.mask_token_id, draft.markov_rank, draft.has_confidence_head) == (163837, 256, True)
-    assert draft.rope["factor"] == 32
+    assert draft.rope.factor == 32
     assert not draft.mla.output_gate
 
 
@@ -143,7 +144,7 @@ def test_radixark_draft():
     assert (draft.family, draft.feature_kind, draft.feature_layers) == ("radixark", "mixture", (7, 23, 51, 67, 83))
     assert (draft.num_heads, draft.num_kv_heads, draft.head_dim, draft.block_size) == (64, 16, 64, 7)
     assert (draft.mask_token_id, draft.mla) == (163824, None)
-    assert draft.rope["factor"] == 16
+    assert draft.rope.factor == 16
 
 
 @pytest.mark.parametrize("name", ["dspark_inferact_k3", "dspark_radixark_k3"])
@@ -160,8 +161,8 @@ def test_a_model_is_no_draft(name):
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        ({"markov_head_type": "gated"}, ["markov_head_type", "'gated'", "'vanilla'"]),
-        ({"target_layer_ids": [2, 93]}, ["target_layer_ids", "[2, 93]", "0..92"]),
+        ({"markov_head_type": "deep"}, ["markov_head_type", "'deep'", "vanilla"]),
+        ({"target_layer_ids": [2, 93]}, ["target_layer_ids", "[2, 93]", "93 layers"]),
         ({"architectures": ["Eagle3Model"]}, ["Eagle3Model", "K3DSparkModel", "DSparkDraftModel"]),
         ({"mask_token_id": None}, ["mask_token_id", "missing"]),
     ],

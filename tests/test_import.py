@@ -45,8 +45,8 @@ def test_import_costs_little_more_than_torch():
         "import k3lib, k3lib.batch, k3lib.config, k3lib.ops\n"
         "print(time.process_time() - start)"
     )
-    # the promise is 0.3 s; the best of three keeps a busy machine from deciding
-    assert min(float(run(code)) for _ in range(3)) < 0.3
+    # the promise is 0.3 s; the best of up to three keeps a busy machine from deciding
+    assert any(float(run(code)) < 0.3 for _ in range(3))
 
 
 def test_bookkeeping_and_configuration_import_without_torch():

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from k3lib.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
 __all__ = [
     "AttnResConfig",
-    "DraftConfig",
     "KDAConfig",
     "KimiK3Config",
     "LatentMoEConfig",
@@ -301,10 +300,30 @@ class VisionConfig:
     projector_norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
+        counts = ("patch_size", "pos_emb_height", "pos_emb_width", "pos_emb_time", "num_heads", "num_layers")
+        widths = ("hidden_size", "intermediate_size", "qkv_hidden_size", "text_hidden_size")
+        _positive("VisionConfig", **{name: getattr(self, name) for name in counts + widths})
+        if len(self.merge_kernel_size) != 2:
+            raise ConfigError(f"VisionConfig: merge_kernel_size must be two integers, got {self.merge_kernel_size!r}")
+        _positive("VisionConfig", **dict(zip(("merge_rows", "merge_columns"), self.merge_kernel_size, strict=True)))
         if self.qkv_hidden_size % self.num_heads:
             raise ConfigError(
                 f"VisionConfig: num_heads={self.num_heads} must divide qkv_hidden_size={self.qkv_hidden_size}"
             )
+        if self.head_dim % 4:
+            raise ConfigError(
+                f"VisionConfig: a head of qkv_hidden_size={self.qkv_hidden_size} / num_heads={self.num_heads} = "
+                f"{self.head_dim} channels must be a multiple of 4: pairs of channels turn by column and by row"
+            )
+        if self.hidden_size % 2:
+            raise ConfigError(
+                f"VisionConfig: hidden_size={self.hidden_size} must be even: it holds sines and cosines of the frame"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one query, key or value head."""
+        return self.qkv_hidden_size // self.num_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -503,7 +522,8 @@ def _is_kind(value: Any, types: tuple[type, ...]) -> bool:  # noqa: ANN401 - JSO
 def _read_config(config: Mapping[str, Any]) -> KimiK3Config:
     if "dflash_config" in config or "target_layer_ids" in config:
         raise ConfigError(
-            "this config.json describes a DSPARK draft, not a Kimi-K3; read it with k3lib.config.DraftConfig.from_hf"
+            "this config.json describes a DSPARK draft, not a Kimi-K3; read it with DraftConfig.from_hf of "
+            "k3lib.draft_config"
         )
     nested = isinstance(config.get("text_config"), dict)
     top = _Reader("config", config if nested else {})
@@ -772,126 +792,3 @@ def tiny_hf_config(**changes: Any) -> dict[str, Any]:  # noqa: ANN401 - values o
     if top["vision_config"] and "hidden_size" in changes:
         vision["text_hidden_size"] = changes["hidden_size"]
     return top
-
-
-# ---- drafts -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftConfig:
-    """A DSPARK draft (model specification, section 7): geometry, taps and heads of either public family.
-
-    Attributes:
-        family: "inferact" (MLA draft) or "radixark" (GQA draft).
-        feature_layers: 0-based target layers whose output is tapped.
-        feature_kind: "prefix" or "mixture"; a property of the family.
-        rope: the YaRN parameters as stored.
-    """
-
-    family: Literal["inferact", "radixark"]
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mla: MLAConfig | None
-    vocab_size: int
-    norm_eps: float
-    block_size: int
-    mask_token_id: int
-    feature_layers: tuple[int, ...]
-    feature_kind: Literal["prefix", "mixture"]
-    markov_rank: int
-    has_confidence_head: bool
-    rope: Mapping[str, Any] = field(default_factory=dict, compare=False, hash=False)
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> DraftConfig:
-        """Read the `config.json` of a draft.
-
-        Raises:
-            ConfigError: the file describes neither public family, or a key is missing.
-        """
-        c = _Reader("draft config", config)
-        architecture = (c.need("architectures") or [""])[0]
-        if architecture == "K3DSparkModel":
-            return _read_inferact(c)
-        if architecture == "DSparkDraftModel":
-            return _read_radixark(c)
-        raise ConfigError(
-            f"draft config: architectures={architecture!r}; expected 'K3DSparkModel' (Inferact) or "
-            "'DSparkDraftModel' (RadixArk)"
-        )
-
-
-def _draft_markov(c: _Reader) -> tuple[int, bool]:
-    kind = c.get("markov_head_type", "vanilla")
-    if kind != "vanilla":
-        raise ConfigError(f"draft config: markov_head_type={kind!r}; expected 'vanilla'")
-    return c.need("markov_rank"), bool(c.get("enable_confidence_head", False))
-
-
-def _layer_ids(ids: Sequence[int], target_layers: int) -> tuple[int, ...]:
-    if any(not 0 <= i < target_layers for i in ids):
-        raise ConfigError(f"draft config: target_layer_ids={list(ids)} must lie in 0..{target_layers - 1}")
-    return tuple(ids)
-
-
-def _read_inferact(c: _Reader) -> DraftConfig:
-    markov_rank, confidence = _draft_markov(c)
-    hidden, heads = c.need("hidden_size"), c.need("num_attention_heads")
-    mla = MLAConfig(
-        hidden_size=hidden,
-        num_heads=heads,
-        q_lora_rank=c.get("q_lora_rank"),
-        kv_lora_rank=c.need("kv_lora_rank"),
-        qk_nope_head_dim=c.need("qk_nope_head_dim"),
-        qk_rope_head_dim=c.need("qk_rope_head_dim"),
-        v_head_dim=c.need("v_head_dim"),
-        output_gate=bool(c.get("mla_use_output_gate", False)),
-        latent_norm_eps=c.need("rms_norm_eps"),
-    )
-    return DraftConfig(
-        family="inferact",
-        hidden_size=hidden,
-        intermediate_size=c.need("intermediate_size"),
-        num_layers=c.need("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=c.need("num_key_value_heads"),
-        head_dim=mla.qk_head_dim,
-        mla=mla,
-        vocab_size=c.need("vocab_size"),
-        norm_eps=c.need("rms_norm_eps"),
-        block_size=c.get("block_size", 7),
-        mask_token_id=c.need("mask_token_id"),
-        feature_layers=_layer_ids(c.need("target_layer_ids"), c.need("target_num_hidden_layers")),
-        feature_kind="prefix",
-        markov_rank=markov_rank,
-        has_confidence_head=confidence,
-        rope=dict(c.need("rope_parameters")),
-    )
-
-
-def _read_radixark(c: _Reader) -> DraftConfig:
-    markov_rank, confidence = _draft_markov(c)
-    inner = c.need("dflash_config")
-    return DraftConfig(
-        family="radixark",
-        hidden_size=c.need("hidden_size"),
-        intermediate_size=c.need("intermediate_size"),
-        num_layers=c.need("num_hidden_layers"),
-        num_heads=c.need("num_attention_heads"),
-        num_kv_heads=c.need("num_key_value_heads"),
-        head_dim=c.need("head_dim"),
-        mla=None,
-        vocab_size=c.need("vocab_size"),
-        norm_eps=c.need("rms_norm_eps"),
-        block_size=c.get("block_size", 7),
-        mask_token_id=inner["mask_token_id"],
-        feature_layers=_layer_ids(inner["target_layer_ids"], c.need("num_target_layers")),
-        feature_kind="mixture",
-        markov_rank=markov_rank,
-        has_confidence_head=confidence,
-        rope=dict(c.get("rope_parameters") or c.need("rope_scaling")),
-    )

@@ -30,7 +30,7 @@ from k3lib.cache import (
     state_bytes_per_slot,
     state_kv_ratio,
 )
-from k3lib.config import DraftConfig
+from k3lib.draft_config import DraftConfig
 from k3lib.errors import ConfigError
 
 MIB, GIB = 1 << 20, 1 << 30

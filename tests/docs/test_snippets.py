@@ -94,15 +94,15 @@ def test_ci_runs_the_same_script():
     assert re.search(r"\bbash \S.*/scripts/test\.sh", (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8"))
 
 
-@pytest.fixture
-def server(tmp_path):
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
     """Base URL of `k3lib-serve` in a process of its own."""
     pytest.importorskip("uvicorn")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
     command = [sys.executable, "-c", "from k3lib.server.cli import serve; serve()", "--port", str(port)]
-    log = tmp_path / "server.log"
+    log = tmp_path_factory.mktemp("serve") / "server.log"
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
@@ -137,9 +137,13 @@ def test_chat_client_talks_to_a_server(server, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_reasoning_and_tools_over_a_server(server, monkeypatch, capsys):
+def test_reasoning_and_tools_over_a_server(server, tmp_path, monkeypatch, capsys):
     pytest.importorskip("openai")
     monkeypatch.setattr(sys, "argv", ["reasoning_and_tools.py", f"{server}/v1"])
-    runpy.run_path(str(REPOSITORY / "examples" / "reasoning_and_tools.py"), run_name="__main__")
+    source = (REPOSITORY / "examples" / "reasoning_and_tools.py").read_text(encoding="utf-8")
+    assert source.count('"max_tokens": 300') == 1
+    example = tmp_path / "example.py"  # as it stands, but for shorter answers
+    example.write_text(source.replace('"max_tokens": 300', '"max_tokens": 100'), encoding="utf-8")
+    runpy.run_path(str(example), run_name="__main__")
     said = capsys.readouterr().out
     assert said.count("  thought: ") == said.count("  said:    ") == 3

@@ -67,7 +67,7 @@ def dev(golden):
 
 @pytest.mark.parametrize("chunk", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 7)), 50, 2048])
 def test_golden_greedy_ids_in_a_mixed_batch(dev, expected, chunk):
-    expected = [case for case in expected if len(case[0]) <= 60 * chunk]  # 300 tokens one by one take half a minute
+    expected = [case for case in expected if len(case[0]) <= 40 * chunk]  # 300 tokens in small pieces take long
     engine = make(dev, slots=3, pages=40, page_size=16, chunked_prefill_size=chunk)
     outputs = engine.generate([ids for ids, _ in expected], greedy(16))
     assert ids_of(outputs) == [want for _, want in expected]

@@ -131,7 +131,7 @@ def test_any_order_any_batch_any_chunks(model, chunk, mix_decode):
     ]
     work = [Request(ids, params[i % 4]) for i, ids in enumerate(prompts(*lengths))]
     engine = make_engine(model, pages=200, slots=20, chunked_prefill_size=chunk, mix_decode=mix_decode)
-    for turn in range(3):  # with a prefix cache that is warm from the second turn on
+    for turn in range(2):  # with a prefix cache that is warm in the second turn
         rng.shuffle(work)
         batch = [Request(r.prompt_ids, r.params, f"{turn}-{i}") for i, r in enumerate(work)]
         late = batch[4:]
@@ -263,7 +263,7 @@ def test_preempted_in_the_middle_of_a_prompt(model):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_stress_with_slots_for_four(model, seed):
-    """40 requests over 8 prompts, random arrivals and aborts: what completes has the tokens of its solo run."""
+    """28 requests over 8 prompts, random arrivals and aborts: what completes has the tokens of its solo run."""
     rng = random.Random(seed)
     shared = prompts(40, seed=3)[0]
     texts = [shared[: rng.randrange(8, 40)] + tail for tail in prompts(3, 9, 14, 20, 27, 33, 5, 1, seed=seed)]
@@ -273,7 +273,7 @@ def test_stress_with_slots_for_four(model, seed):
         schedule_conservativeness=rng.choice([0, 1]), mix_decode=rng.random() < 0.5,
     )  # fmt: skip
     todo = [
-        Request(texts[i % 8], kinds[i % 2], f"r{i}", priority=rng.choice([0, 0, 1])) for i in rng.sample(range(40), 40)
+        Request(texts[i % 8], kinds[i % 2], f"r{i}", priority=rng.choice([0, 0, 1])) for i in rng.sample(range(28), 28)
     ]
     batch, tokens, ends = list(todo), {}, {}
     aborted = set()
@@ -295,7 +295,7 @@ def test_stress_with_slots_for_four(model, seed):
         engine.scheduler.check()
     assert set(ends) | aborted == {r.request_id for r in batch}
     assert set(ends.values()) == {"length"}
-    assert len(ends) > 20
+    assert len(ends) > 14
     assert_alone(model, [r for r in batch if r.request_id in ends], tokens)
     assert engine.stats()["finished"] == len(ends)
     assert engine.stats()["aborted"] == len(aborted)

@@ -937,7 +937,7 @@ def referring(schema):
     return {"$ref": "#/$defs/a~1b", "$defs": {"a/b": schema}}
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(SCHEMAS, st.booleans(), st.booleans(), st.integers(0, 2**32))
 def test_whatever_is_allowed_becomes_a_document_that_validates(schema, refers, thinks, seed):
     schema = referring(schema) if refers else schema
@@ -951,7 +951,7 @@ def test_whatever_is_allowed_becomes_a_document_that_validates(schema, refers, t
     assert jsonschema.is_valid(schema, json.loads(found.content)), found.content
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.dictionaries(TEXTS, SCHEMAS, max_size=3), st.data(), st.integers(0, 2**32))
 def test_whatever_is_allowed_becomes_calls_that_validate(properties, data, seed):
     needed = [name for name in properties if data.draw(st.booleans())]
@@ -971,7 +971,7 @@ def test_whatever_is_allowed_becomes_calls_that_validate(properties, data, seed)
             assert call.name == "plain"
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(SCHEMAS, st.integers(0, 2**32))
 def test_whatever_is_allowed_decodes_with_the_official_tokens(real, schema, seed):
     tokens = walk(compiler_of(real).matcher(response(schema)), random.Random(seed), real, busy=40)

@@ -558,20 +558,22 @@ def test_a_step_does_not_wait_for_the_device(device):
 
 
 def plain_adjust(logits, p, prompt, generated, allowed, stop_ids):
+    """Logits that a mask has left with stop ids alone keep these."""
     times = collections.Counter(generated)
-    out = []
+    out, stopping = [], []
     for i, x in enumerate(logits):
         if i in times or i in prompt:
             x = x / p.repetition_penalty if x > 0 else x * p.repetition_penalty
         x -= p.frequency_penalty * times[i]
         x -= p.presence_penalty * (i in times)
         x += (p.logit_bias or {}).get(i, 0)
+        if allowed is not None and not allowed[i]:
+            x = -math.inf
+        stopping.append(x)
         if len(generated) < p.min_tokens and (i in stop_ids or i in p.stop_token_ids):
             x = -math.inf
-        if not allowed[i]:
-            x = -math.inf
         out.append(x)
-    return out
+    return stopping if allowed is not None and max(out) == -math.inf else out
 
 
 IDS = st.integers(0, 11)
@@ -614,7 +616,7 @@ def test_adjust_is_the_plain_one(data):
     given_rows = torch.tensor(logits)
     before = given_rows.clone()
     if not data.draw(st.booleans()):
-        allowed = [[True] * vocab] * len(rows)
+        allowed = [None] * len(rows)
         mask = None
     else:
         mask = torch.tensor(allowed)
@@ -622,6 +624,13 @@ def test_adjust_is_the_plain_one(data):
     want = [plain_adjust(*row, stop_ids) for row in zip(logits, params, prompts, generated, allowed, strict=True)]
     torch.testing.assert_close(got, torch.tensor(want), rtol=1e-5, atol=1e-5)
     assert torch.equal(given_rows, before)
+
+
+def test_min_tokens_gives_way_to_a_mask_that_leaves_only_stop_ids():
+    params, rows = [SamplingParams(min_tokens=1, stop_token_ids=[2])], torch.tensor([[1.0, 2.0, 3.0]])
+    only = torch.tensor([[False, False, True]])
+    assert adjust(rows, params, [TokenCounts()], stop_ids=(), allowed=only).tolist() == [[-math.inf, -math.inf, 3.0]]
+    assert adjust(rows, params, [TokenCounts()], stop_ids=(), allowed=~only).tolist() == [[1.0, 2.0, -math.inf]]
 
 
 def test_logits_are_handed_back_if_nothing_applies():

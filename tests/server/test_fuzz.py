@@ -157,7 +157,7 @@ def requests(draw):
 
 
 @given(st.lists(requests(), min_size=1, max_size=6))
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 def test_crowds_of_odd_requests_do_no_harm_to_one_another(app, crowd):
     good = {"model": "m", "prompt": "abc", "max_tokens": 5, "temperature": 0}
 

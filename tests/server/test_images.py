@@ -117,7 +117,7 @@ def test_every_plan_is_possible(height, width, config):
     assert (rows * 14, columns * 14) == (plan.new_height + plan.pad_height, plan.new_width + plan.pad_width)
     assert plan.num_tokens * 4 == plan.num_patches == rows * columns
     assert max(rows, columns) <= config.patch_limit_on_one_side + 1  # the border may complete a token
-    if max(height, width) <= most and (height // 14) * (width // 14) <= config.in_patch_limit:
+    if max(height, width) <= most and max(1, height // 14) * max(1, width // 14) <= config.in_patch_limit:
         assert (plan.new_height, plan.new_width) == (height, width)
 
 

@@ -258,7 +258,7 @@ def test_what_was_cached_is_in_the_usage_and_in_the_metrics(server):
 
 def test_a_salt_keeps_tenants_apart(server):
     def cached(salt):
-        answer = server.complete(PROMPT, max_tokens=1, extra_body={"cache_salt": salt} if salt else {})
+        answer = server.complete(PROMPT[: 2 * GRID + 9], max_tokens=1, extra_body={"cache_salt": salt} if salt else {})
         return answer.usage.prompt_tokens_details.cached_tokens
 
     assert [cached(None), cached("a"), cached("b")] == [0, 0, 0]
@@ -275,7 +275,7 @@ def test_four_turns_equal_those_of_a_server_that_has_not_seen_them(server):
         if turn == 1:
             messages.append({"role": "assistant", "content": "Looking.", "tool_calls": [call]})
             messages.append({"role": "tool", "tool_call_id": "now:0", "content": "12:34"})
-        answer = server.chat(messages, tools=[tool], temperature=0, max_tokens=12)
+        answer = server.chat(messages, tools=[tool], temperature=0, max_tokens=6)
         asked.append((list(messages), answer.choices[0].message.model_dump()))
         cached.append(answer.usage.prompt_tokens_details.cached_tokens)
         message = answer.choices[0].message
@@ -286,7 +286,7 @@ def test_four_turns_equal_those_of_a_server_that_has_not_seen_them(server):
     assert all(cached[1:])
     for transcript, said in asked:
         server.post("/flush_cache")
-        fresh = server.chat(transcript, tools=[tool], temperature=0, max_tokens=12)
+        fresh = server.chat(transcript, tools=[tool], temperature=0, max_tokens=6)
         assert fresh.usage.prompt_tokens_details.cached_tokens == 0
         assert fresh.choices[0].message.model_dump() == said
 
@@ -438,20 +438,21 @@ def test_generate_tokenize_and_back(server):
 def test_new_weights_answer_like_new_and_forget_what_was_cached(server, tmp_path):
     make_tiny(tmp_path / "old", mxfp4=False, vision=False)
     make_tiny(tmp_path / "new", seed=1, mxfp4=False, vision=False)
-    before = server.complete(PROMPT)
-    assert server.complete(PROMPT).usage.prompt_tokens_details.cached_tokens > 0
+    prompt = PROMPT[: 2 * GRID + 9]
+    before = server.complete(prompt)
+    assert server.complete(prompt).usage.prompt_tokens_details.cached_tokens > 0
     try:
         answer = server.post("/update_weights", {"model_path": str(tmp_path / "new")})
         assert answer.json()["success"], answer.text
-        changed = server.complete(PROMPT)
+        changed = server.complete(prompt)
         assert changed.usage.prompt_tokens_details.cached_tokens == 0
         assert changed.choices[0].text != before.choices[0].text
         refused = server.post("/update_weights", {"model_path": str(tmp_path / "nothing")})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model_path")
-        assert server.complete(PROMPT).choices[0].text == changed.choices[0].text
+        assert server.complete(prompt).choices[0].text == changed.choices[0].text
     finally:
         assert server.post("/update_weights", {"model_path": str(tmp_path / "old")}).status_code == 200
-    assert server.complete(PROMPT).choices[0].text == before.choices[0].text
+    assert server.complete(prompt).choices[0].text == before.choices[0].text
 
 
 @pytest.mark.parametrize(

@@ -508,6 +508,16 @@ def test_the_row_of_the_anchor_can_be_dropped(target):
     assert draft.token_ids == want
 
 
+@torch.no_grad()
+def test_confidence_may_look_at_the_row_alone(target):
+    run = Run(target, block_size=2, draft=draft_of("inferact", dtype=torch.float32, confidence_head_with_markov=False))
+    context = run.request(tokens(6))
+    (draft,), (pool,), head = run.spark.propose([context]), run.cache.pool.paged, run.draft.confidence_head.proj
+    ids, table = torch.tensor([[context.token_ids[-1], 509]]), torch.tensor([context.lease.pages])
+    hidden = run.draft.block(target.model.embed_tokens(ids), torch.tensor([5]), pool, table)
+    assert draft.confidence == pytest.approx(torch.sigmoid(hidden[0] @ head.weight[0] + head.bias).tolist(), abs=1e-6)
+
+
 def dflash(**changes):
     hf = tiny_draft_config("radixark") | {"architectures": ["DFlashDraftModel"], "block_size": 6}
     return {k: v for k, v in hf.items() if k not in ("markov_rank", "enable_confidence_head")} | changes

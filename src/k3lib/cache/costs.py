@@ -16,7 +16,8 @@ from k3lib.config import KimiK3Config
 from k3lib.errors import ConfigError
 
 if TYPE_CHECKING:
-    from k3lib.config import DraftConfig, KDAConfig, LayerKind, TextConfig
+    from k3lib.config import KDAConfig, LayerKind, TextConfig
+    from k3lib.draft_config import DraftConfig
 
 Strategy = Literal["auto", "no_buffer", "extra_buffer", "extra_buffer_lazy"]
 

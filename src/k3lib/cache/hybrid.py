@@ -262,9 +262,9 @@ class HybridCache:
         elif kind == "copy_slot":
             self.pool.kda.copy(sources.long(), targets.long())
         elif kind == "copy_page":
-            self.pool.latent.copy(sources.long(), targets.long())
+            self.pool.copy_pages(sources.long(), targets.long())
         else:
-            self.pool.latent.zero(targets.long())
+            self.pool.zero_pages(targets.long())
 
     def commit(self, lease: Lease, ids: Sequence[int]) -> None:
         """Count `ids` as context, once the forward pass over them has been issued, and publish what it kept.

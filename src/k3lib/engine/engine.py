@@ -368,7 +368,7 @@ class Engine:
         self._counters.update({"steps": 1, f"{plan.mode}_steps": 1})
         found = [self._take(state, ids) for state, ids in zip(launched.states, tokens, strict=True)]
         if self.speculation is not None:
-            self._commit(plan, launched, tokens, found, drafts)
+            self._commit(plan, launched, found, drafts)
         outputs = []
         for i, (state, taken) in enumerate(zip(launched.states, found, strict=True)):
             if taken.is_bad:
@@ -382,7 +382,6 @@ class Engine:
         self,
         plan: StepPlan,
         launched: Launched,
-        tokens: list[list[int]],
         found: list[_Taken],
         drafts: list[Draft],
     ) -> None:
@@ -397,7 +396,8 @@ class Engine:
                 [(w.lease, w.ids[:n]) for w, n in zip((plan.work[i] for i in good), lengths, strict=True)]
             )
             for i, state in zip(good, states, strict=True):
-                self.speculation.count(state, len(drafts[i].token_ids), len(tokens[i]) - 1, len(found[i].ids))
+                taken = found[i]
+                self.speculation.count(state, drafts[i], taken.ids, is_over=taken.finish is not None)
         else:
             by_state = {work.state.number: len(work.ids) for work in plan.work}
             lengths = [by_state[state.number] for state in states]

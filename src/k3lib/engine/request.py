@@ -235,8 +235,8 @@ class SpecReport:
 
     @property
     def accept_length(self) -> float:
-        """Tokens a verify step gave on average: accepted drafts and one more; 0 before the first."""
-        return (self.accepted + self.steps) / self.steps if self.steps else 0.0
+        """Tokens a verify step gave on average; 0 before the first."""
+        return self.emitted / self.steps if self.steps else 0.0
 
     @property
     def accept_rate(self) -> float:

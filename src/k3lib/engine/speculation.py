@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from k3lib.engine.verify import check_draft
 from k3lib.errors import ConfigError
 from k3lib.spec import DSpark, NGram
 from k3lib.spec.proposer import MAX_BLOCK, Bound, Draft, DraftContext, Proposer
+from k3lib.spec.schedule import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,7 +42,9 @@ def make_proposer(config: SpecConfig, model: KimiK3ForCausalLM) -> Proposer:
     if made == "ngram":
         made = NGram(block_size=config.block_size or 7)
     elif isinstance(made, str):
-        made = DSpark.from_pretrained(made, device=model.device, dtype=model.dtype)
+        made = DSpark.from_pretrained(
+            made, device=model.device, dtype=model.dtype, block_size=config.block_size, tp=model.mesh.tp
+        )
     if not isinstance(made, Proposer):
         raise ConfigError(f"SpecConfig: draft must be a path, 'ngram' or a Proposer, got {type(made).__name__}")
     size = made.block_size
@@ -120,10 +124,8 @@ class Speculation:
             for state, draft in zip(asked, self._propose(asked), strict=True):
                 drafts[state.number] = self._cut(state, draft, room[state.number])
         if self.config.adaptive:
-            from k3lib.spec.schedule import shorten
-
             kept = shorten([drafts[n] for n in drafts], num_requests=len(plan.work))
-            drafts = {n: _first(draft, length) for (n, draft), length in zip(drafts.items(), kept, strict=True)}
+            drafts = {n: _first(d, length) for (n, d), length in zip(drafts.items(), kept, strict=True)}
         found = [drafts.get(w.state.number) or Draft([]) for w in plan.work]
         if not any(len(draft.token_ids) for draft in found):
             return plan, []
@@ -202,11 +204,17 @@ class Speculation:
         for name in [name for name, state in self._known.items() if state.lease is None]:
             self.drop(name)
 
-    def count(self, state: RequestState, proposed: int, accepted: int, emitted: int) -> None:
-        """Count a verify step of a request."""
+    def count(self, state: RequestState, draft: Draft, delivered: Sequence[int], *, is_over: bool) -> None:
+        """Count a verify step of a request: what it was given of a draft, and behind it.
+
+        Where the request ended inside the draft, the rest of the draft was not tried.
+        """
+        proposed = min(len(draft.token_ids), len(delivered)) if is_over else len(draft.token_ids)
+        pairs = zip(draft.token_ids, delivered if is_over else delivered[:-1], strict=False)
+        accepted = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         for report in (self.report, state.speculation):
             if report is not None:
-                report.count(proposed, accepted, emitted)
+                report.count(proposed, accepted, len(delivered))
 
 
 def _first(draft: Draft | None, length: int) -> Draft | None:

@@ -282,7 +282,7 @@ class Plan:
         """Verify window, and draft KV of a token; None where nobody said."""
         from k3lib.cache.costs import attention_width, draft_bytes_per_token, itemsize_of, text_of
         from k3lib.checkpoint import Folder
-        from k3lib.config import DraftConfig
+        from k3lib.draft_config import DraftConfig
 
         path, block_size = self.speculative_draft_model_path, self.speculative_dspark_block_size
         if self.speculative_algorithm is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from k3lib.spec.draft_config import DraftConfig, RopeConfig
+from k3lib.draft_config import DraftConfig, RopeConfig
 from k3lib.spec.draft_pool import DraftPool
 from k3lib.spec.drafts import BlockDraft, InferactDraft, RadixArkDraft, make_draft
 from k3lib.spec.dspark import DSpark

@@ -177,7 +177,7 @@ def _is_valid(draft: Tensor, lengths: Tensor | None) -> Tensor:
 def _chances(draft: Tensor, draft_probs: Tensor, target_probs: Tensor) -> tuple[Tensor, Tensor]:
     """Probabilities of the draft tokens, target's and draft's, `[B, γ]` fp64; 0 for what is none."""
     vocab = target_probs.shape[-1]
-    places = draft.clamp(0, vocab - 1)[:, :, None]
+    places = draft.clamp(0, vocab - 1).to(torch.int64)[:, :, None]
     p = target_probs[:, :-1].gather(2, places)[:, :, 0].double().nan_to_num(0.0)
     q = _trusted(draft_probs.gather(2, places)[:, :, 0].double())
     return p, torch.where((draft >= 0) & (draft < vocab), q, 0.0)

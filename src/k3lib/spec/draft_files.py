@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from k3lib.checkpoint import Folder, LoadPlan
+from k3lib.draft_config import FAMILIES, DraftConfig
 from k3lib.errors import CheckpointError, ConfigError
 from k3lib.layers.linear import fuse, placement
 from k3lib.model import check_place
 from k3lib.parallel.group import LOCAL, Group
-from k3lib.spec.draft_config import FAMILIES, DraftConfig
 from k3lib.spec.drafts import InferactDraft, RadixArkDraft, make_draft
 from k3lib.stored import PLAIN, TORCH_DTYPES, OpenFiles, TensorInfo
 

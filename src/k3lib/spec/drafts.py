@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from k3lib.spec.draft_config import DraftConfig, MarkovKind
+    from k3lib.draft_config import DraftConfig, MarkovKind
 
 __all__ = [
     "BlockDraft",

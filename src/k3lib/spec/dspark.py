@@ -102,6 +102,11 @@ class DSpark:
         return cls(load_draft(path, tp=tp, dtype=dtype, device=device, revision=revision), block_size=block_size)
 
     @property
+    def cell_bytes(self) -> int:
+        """Bytes that the context takes for each token of the target's pages."""
+        return self.draft.new_pool(1, 1).nbytes // 2  # a pool of one row has the null row too
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the context takes, in all pages of the cache; 0 before `bind`."""
         return 0 if self._bound is None else self._bound.pool.nbytes

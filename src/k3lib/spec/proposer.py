@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
+from k3lib.draft_config import MAX_BLOCK
 from k3lib.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from k3lib.model import KimiK3ForCausalLM
 
 __all__ = ["MAX_BLOCK", "Bound", "Draft", "DraftContext", "Proposer", "SpecConfig"]
-
-MAX_BLOCK = 15  # draft tokens of a step: with the anchor, the widest step that decode kernels take
 
 
 @dataclass(slots=True)

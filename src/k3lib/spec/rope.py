@@ -11,7 +11,7 @@ from k3lib.ops.packing import compute_dtype
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from k3lib.spec.draft_config import RopeConfig
+    from k3lib.draft_config import RopeConfig
 
 __all__ = ["Rope", "Turns"]
 

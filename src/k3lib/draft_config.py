@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from k3lib.config import MLAConfig
 from k3lib.errors import ConfigError
-from k3lib.spec.proposer import MAX_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["DraftConfig", "Family", "MarkovKind", "RopeConfig"]
+__all__ = ["MAX_BLOCK", "DraftConfig", "Family", "MarkovKind", "RopeConfig"]
+
+MAX_BLOCK = 15  # draft tokens of a step: with the anchor, the widest step that decode kernels take
 
 Family = Literal["inferact", "radixark", "dflash"]
 MarkovKind = Literal["vanilla", "gated", "rnn"]
