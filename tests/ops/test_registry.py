@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import k3lib.backends
+from k3lib.config import KimiK3Config
 from k3lib.errors import BackendUnavailable, ConfigError, SlowPathWarning
 from k3lib.ops import (
     BLACKWELL,
@@ -267,7 +268,7 @@ def test_nothing_able_says_why():
         heads=1, key_dim=8, value_dim=8, dtype=torch.float32, state_dtype=None, tokens_per_request="1", verify="replay"
     )
     with pytest.raises(BackendUnavailable, match="nothing can run") as caught:
-        kda_recurrent.resolve(spec, target=CPU)
+        kda_chunk.resolve(spec, target=CPU)
     assert "needs verify=none, got verify=replay" in str(caught.value)
 
 
@@ -715,3 +716,17 @@ def test_other_errors_of_a_kernel_pass(put):
     put(run)
     with pytest.raises(RuntimeError, match="out of memory"):
         rms_norm(torch.randn(3, 8), torch.ones(8), eps=1e-5)
+
+
+def test_a_kernel_that_says_nothing_is_not_asked_to_verify():
+    @register(kda_recurrent, name="old", platforms={"cpu"}, priority=99)
+    def old(q, k, v, gate, beta, *, params, state=None, slots=None, cu_seqlens, scale, saves=None, verify=None):
+        raise AssertionError("a verify step would move the committed state")
+
+    try:
+        spec = KDASpec.from_config(KimiK3Config.tiny(), mode="verify", dtype=torch.float32)
+        decision = explain(kda_recurrent, spec)
+        assert decision.chosen.name != "old"
+        assert "needs verify=none, got verify=replay" in dict(decision.rejected)["old"]
+    finally:
+        kda_recurrent.remove("old")

@@ -92,6 +92,12 @@ def _supports_all(_spec: Any) -> str | None:  # noqa: ANN401 - any spec
     return None
 
 
+def _supports_plain_steps(spec: Any) -> str | None:  # noqa: ANN401 - any spec
+    """What a kernel supports that says nothing: it may never have heard of verify steps, whose states must stay."""
+    verify = getattr(spec, "verify", "none")
+    return None if verify == "none" else f"needs verify=none, got verify={verify} (it has no supports=...)"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Impl:
     """One implementation of an op.
@@ -406,13 +412,14 @@ def register(
     experimental: bool = False,
     proven_on: set[str] | frozenset[str] | None = None,
     deterministic: bool = False,
-    supports: Callable[[Any], str | None] = _supports_all,
+    supports: Callable[[Any], str | None] = _supports_plain_steps,
     prepare: Callable[..., Any] | None = None,
     plan: Callable[..., Any] | None = None,
 ) -> Callable[[F], F]:
     """Register the decorated function as an implementation of `op`; returns it unchanged.
 
-    Arguments are the fields of `Impl`. The function must have exactly the parameters of the op.
+    Arguments are the fields of `Impl`. The function must have exactly the parameters of the op. Without `supports` it
+    takes everything but verify steps, which leave the state where it is.
     """
 
     def add(run: F) -> F:
