@@ -278,6 +278,9 @@ def test_the_cap_of_running_requests_is_told(model):
     limit = many.stats()["limits"]["max_running_requests"]
     assert limit["value"] == 48
     assert "speculation" in limit["note"]
+    scratch = {kind: spec_engine(model, "ngram", rollback=kind).stats()["limits"] for kind in ("replay", "states")}
+    assert scratch["replay"]["verify_scratch_bytes"]["value"] < scratch["states"]["verify_scratch_bytes"]["value"]
+    assert "8 tokens of 8 requests" in scratch["states"]["verify_scratch_bytes"]["note"]
     given = make_engine(model, slots=64, pages=300, spec=SpecConfig(draft="ngram"), max_running_requests=50)
     assert given.stats()["limits"]["max_running_requests"]["value"] == 50
 

@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from k3lib import ops
-from k3lib.cache import HybridCache
+from k3lib.cache import HybridCache, Limit
 from k3lib.engine.config import EngineConfig, Resolved, resolve_limits
 from k3lib.engine.grammar import Grammar, GrammarCompiler, Matcher
 from k3lib.engine.graphs import DecodeGraphs
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from k3lib.batch import FeatureTap
-    from k3lib.cache import CacheEvent, Limit, MediaKey
+    from k3lib.cache import CacheEvent, MediaKey
     from k3lib.engine.grammar import CompiledGrammar, Vocabulary
     from k3lib.engine.request import TokenLogprob
     from k3lib.engine.scheduler import StepPlan
@@ -105,13 +105,13 @@ class Engine:
         proposer = None if spec is None else make_proposer(spec, model)
         resolved = resolve_limits(model, self.config, proposer)
         self.context_length = resolved.context_length
-        self.limits: tuple[Limit, ...] = resolved.limits
-        for limit in self.limits:
-            logger.info("%s = %s (%s) %s", *limit)
         cache = resolved.cache
         self.cache = HybridCache.allocate(
             model.config, cache, device=model.device, dtype=model.dtype, tp_size=model.mesh.tp.size, listener=listener
         )
+        self.limits: tuple[Limit, ...] = (*resolved.limits, *self._scratch_limits())
+        for limit in self.limits:
+            logger.info("%s = %s (%s) %s", *limit)
         guess = min(self.context_length, _LONGEST_GUESS)
         self.scheduler = Scheduler(
             self.cache,
@@ -157,6 +157,14 @@ class Engine:
         self._numbers = itertools.count(1)
         self._counters: collections.Counter[str] = collections.Counter()
         self._weights = 0
+
+    def _scratch_limits(self) -> list[Limit]:
+        scratch, config = self.cache.pool.kda.scratch, self.cache.config
+        if scratch is None:
+            return []
+        what = "inputs" if config.rollback == "replay" else "states"
+        note = f"{what} of {scratch.width} tokens of {scratch.rows} requests, for rejected drafts"
+        return [Limit("verify_scratch_bytes", scratch.nbytes, "derived", note)]
 
     def _decode_graphs(self, resolved: Resolved, tap: FeatureTap | None) -> DecodeGraphs | None:
         if not resolved.graph_requests:
