@@ -266,9 +266,9 @@ def to_device(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     if device.type == "cpu" or not parts:
         return list(parts)
     order = sorted(range(len(parts)), key=lambda i: -parts[i].itemsize)  # each stays aligned
-    packed = torch.cat([parts[i].view(torch.uint8) for i in order]).pin_memory().to(device, non_blocking=True)
+    packed = torch.cat([parts[i].flatten().view(torch.uint8) for i in order]).pin_memory().to(device, non_blocking=True)
     pieces = torch.split(packed, [parts[i].nbytes for i in order])
-    moved = {i: piece.view(parts[i].dtype) for i, piece in zip(order, pieces, strict=True)}
+    moved = {i: piece.view(parts[i].dtype).view(parts[i].shape) for i, piece in zip(order, pieces, strict=True)}
     return [moved[i] for i in range(len(parts))]
 
 
