@@ -213,14 +213,44 @@ class LeaseMachine(RuleBasedStateMachine):
             run.step = (ids, [])
             self.commit(run)
 
+    @rule(choices=CHOICES, width=st.integers(1, 9))
+    def verify(self, choices, width):
+        """A step of which only the first tokens hold; the rows of the others belong to nobody."""
+        run = self.pick(choices, idle=True)
+        if run is None or not self.try_to_grow(run, width):
+            return
+        lease, start, taken = run.lease, len(run.keys), choices.randint(1, width)
+        self.sim.describe(run, self.next_ids(choices, run, width), saves=False)
+        self.refused(ConfigError, self.allocator.accept, lease, width + 1)
+        self.refused(ConfigError, self.allocator.accept, lease, 0)
+        spare = self.spare(run)
+        saves = self.allocator.accept(lease, taken)
+        on_grid = [p for p in range(start + 1, start + taken + 1) if self.interval and p % self.interval == 0]
+        assert [start + offset for offset, _ in saves] == (on_grid[:spare] if lease.publishes else [])
+        ids = run.step[0][:taken]
+        run.step = (ids, saves)
+        self.sim.forward(run, ids, saves)
+        cached, _ = self.sim.protected()
+        for position in range(start + taken, start + width):
+            page, i = lease.pages[position // self.page_size], position % self.page_size
+            assert (page, i) not in cached, "a rejected token overwrites cached KV"
+            self.sim.rows[page][i] = self.sim.stale()
+        event(f"accepted {'all' if taken == width else 'some'}, {len(saves)} states on the way")
+        self.commit(run)
+
+    def spare(self, run):
+        """Slots that states to keep can have."""
+        slots = self.allocator.slots
+        unlocked = [n for n in self.allocator.tree.nodes() if n.slot is not None and not n.locks]
+        return slots.num_free + len(run.saves) + sum(slots.is_idle(node.slot) for node in unlocked)
+
     def describe(self, choices, run, length):
         """Describes a step; all the states that it should keep get a slot, as far as there are any."""
-        lease, start, slots = run.lease, len(run.keys), self.allocator.slots
+        lease, start = run.lease, len(run.keys)
         wanted = save_positions(
             start, start + length, grid=self.grid, prompt_len=len(run.promised), branch=lease.branch
         )
-        unlocked = [n for n in self.allocator.tree.nodes() if n.slot is not None and not n.locks]
-        spare = slots.num_free + len(run.saves) + sum(slots.is_idle(node.slot) for node in unlocked)
+        spare = self.spare(run)
         saves = choices.random() < 0.7
         reserved = self.sim.describe(run, self.next_ids(choices, run, length), saves=saves)
         got = [start + offset for offset, _ in reserved]
@@ -319,6 +349,7 @@ class LeaseMachine(RuleBasedStateMachine):
             self.refuse_all(lease)
 
     def refuse_all(self, lease):
+        self.refused(ConfigError, self.allocator.accept, lease, 1)
         self.refused(ConfigError, self.allocator.grow, lease, 1)
         self.refused(ConfigError, self.allocator.begin, lease, 0, saves=True)
         self.refused(ConfigError, self.allocator.commit, lease, [])
