@@ -11,6 +11,7 @@ from proposers import Random, Scripted
 
 from k3lib.batch import Batch, FeatureTap
 from k3lib.engine import Engine, EngineConfig, Request, SamplingParams
+from k3lib.engine.graphs import DecodeGraphs
 from k3lib.errors import ConfigError
 from k3lib.spec import Draft, NGram, SpecConfig
 
@@ -326,3 +327,57 @@ def test_a_failing_request_ends_alone(model, wanted):
     assert tokens[second] == wanted[1]
     assert tokens[first] == wanted[0][: len(tokens[first])]
     assert drained(engine)
+
+
+@pytest.mark.parametrize("layers", [(), (0, 2)])
+def test_padded_steps_of_any_length_give_the_same(model, wanted, layers):
+    draw = random.Random(1)
+    answers = list(zip(ASKED, wanted, strict=True))
+    draft = Scripted(answers, right=lambda _: draw.randint(0, 7), length=lambda _: draw.randint(0, 7), layers=layers)
+    engine = spec_engine(model, draft, context_length=128)
+    ran = []
+    graphs = engine.runner.graphs = DecodeGraphs(
+        model, engine.cache, max_requests=8, max_pages=32, captures=False, tap=engine.speculation.tap
+    )
+    run = graphs.run
+    graphs.run = lambda batch: ran.append((batch.mode, batch.new_tokens)) or run(batch)
+    assert ids_of(engine.generate(ASKED, PARAMS)) == wanted
+    assert any(mode == "verify" and len(set(lengths)) > 1 for mode, lengths in ran)
+    if layers:
+        lengths = sorted(len(ids) + len(out) - 1 for ids, out in answers)
+        assert sorted(len(rows) for rows in draft.features.values()) == lengths
+    assert drained(engine)
+
+
+def test_a_stop_text_inside_a_block_ends_there(model, wanted):
+    class Letters:
+        def encode(self, text):
+            return [ord(c) for c in text]
+
+        def decode(self, ids):
+            return "".join(chr(200 + i) for i in ids)
+
+    text = Letters().decode(wanted[0][8:10])
+    params = greedy(22, stop=(text,))
+    want = alone(model, ASKED[0], params, tokenizer=Letters())
+    draft = Scripted([(ASKED[0], wanted[0])])
+    engine = make_engine(model, tokenizer=Letters(), spec=SpecConfig(draft=draft))
+    (out,) = engine.generate([ASKED[0]], params)
+    assert (out.token_ids, out.finish) == (want.token_ids, "stop")
+    assert len(out.token_ids) <= 10
+    assert drained(engine)
+
+
+def test_drafts_without_confidence_are_shortened_under_load(model, wanted):
+    class Sure(Scripted):
+        def propose(self, contexts):
+            return [Draft(d.token_ids, confidence=[0.9, 0.9, 0.01, 0.9]) for d in super().propose(contexts)]
+
+    answers = list(zip(ASKED, wanted, strict=True))
+    reports = []
+    for adaptive in (False, True):
+        engine = spec_engine(model, Sure(answers, length=lambda _: 4), spec={"adaptive": adaptive})
+        assert ids_of(engine.generate(ASKED, PARAMS)) == wanted
+        reports.append(engine.stats()["speculation"])
+    assert len(reports[0]["tried_by_position"]) == 4
+    assert len(reports[1]["tried_by_position"]) == 2
