@@ -8,12 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from k3lib import Engine, SamplingParams
-from k3lib.cache import plan_memory
+from k3lib import Engine, KimiK3ForCausalLM, SamplingParams
+from k3lib.cache import CacheConfig, HybridCache, plan_memory
 from k3lib.checkpoint import Folder, read_header
 from k3lib.config import KimiK3Config
 from k3lib.server.cli import main
-from k3lib.server.tiny import make_tiny
+from k3lib.server.tiny import make_tiny, make_tiny_draft
+from k3lib.spec import DSpark
 
 SIZE_LIMIT = 10_000_000
 
@@ -80,6 +81,21 @@ def test_make_tiny_without_packing_or_vision(k3lib, tmp_path):
     assert status == 0
     assert not any("packed" in name or name.startswith("vision") for name in stored)
     assert json.loads((tmp_path / "plain" / "config.json").read_text())["vision_config"] is None
+
+
+@pytest.mark.parametrize("family", ["inferact", "radixark"])
+def test_make_tiny_writes_a_draft_that_fits_its_target(k3lib, tmp_path, family):
+    folder = tmp_path / "one"
+    k3lib("make-tiny", str(folder), "--no-mxfp4", "--no-vision", "--draft", family)
+    again = make_tiny_draft(tmp_path / "again", family)
+    for file in ("config.json", "model.safetensors"):
+        assert (folder / "dspark" / file).read_bytes() == (again / file).read_bytes()
+    model = KimiK3ForCausalLM.from_pretrained(folder, progress=False)
+    for path in (folder, folder / "dspark"):  # a target may bring its draft along
+        spark = DSpark.from_pretrained(path, dtype=model.dtype, device=model.device)
+        pools = CacheConfig(num_pages=4, num_slots=2)
+        spark.bind(model, HybridCache.allocate(model.config, pools, dtype=model.dtype))
+        assert spark.draft.config.family == family
 
 
 def test_generate_from_ids_is_the_engines_greedy_output(k3lib, tiny):

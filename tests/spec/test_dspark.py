@@ -5,7 +5,6 @@ import copy
 import json
 import math
 import pathlib
-import sys
 from dataclasses import replace
 
 import pytest
@@ -19,7 +18,6 @@ from k3lib.cache import CacheConfig, HybridCache
 from k3lib.draws import draw, uniforms
 from k3lib.errors import CheckpointError, ConfigError
 from k3lib.parallel import RankView
-from k3lib.server.cli import main
 from k3lib.server.tiny import make_tiny_draft, tiny_draft_config
 from k3lib.spec import Bound, DraftConfig, DraftContext, DSpark, NGram, Proposer, make_draft
 from k3lib.testing import assert_close
@@ -765,20 +763,3 @@ def test_the_tensors_say_whether_there_is_a_confidence_head(folder):
         del tensors["confidence_head.proj.weight"], tensors["confidence_head.proj.bias"]
 
     assert DSpark.from_pretrained(rewrite(folder, change)).draft.confidence_head is None
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_make_tiny_writes_a_draft_that_fits_its_target(tmp_path, family, monkeypatch):
-    folder = tmp_path / "one"
-    arguments = ["k3lib", "make-tiny", str(folder), "--no-mxfp4", "--no-vision", "--draft", family]
-    monkeypatch.setattr(sys, "argv", arguments)
-    with pytest.raises(SystemExit, match="0"):
-        main()
-    again = make_tiny_draft(tmp_path / "again", family)
-    for file in ("config.json", "model.safetensors"):
-        assert (folder / "dspark" / file).read_bytes() == (again / file).read_bytes()
-    model = KimiK3ForCausalLM.from_pretrained(folder, progress=False)
-    for path in (folder, folder / "dspark"):  # a target may bring its draft along
-        spark = DSpark.from_pretrained(path, dtype=model.dtype, device=model.device)
-        spark.bind(model, cache_of(model))
-        assert spark.draft.config.family == family
