@@ -20,6 +20,7 @@ from k3lib.errors import CheckpointError, ConfigError
 from k3lib.parallel import RankView
 from k3lib.server.tiny import make_tiny_draft, tiny_draft_config
 from k3lib.spec import Bound, DraftConfig, DraftContext, DSpark, NGram, Proposer, make_draft
+from k3lib.spec.draft_graphs import DraftGraphs
 from k3lib.testing import assert_close
 
 SPEC = pathlib.Path(__file__).resolve().parents[3] / "shared" / "spec" / "configs"
@@ -338,6 +339,25 @@ def test_a_prefix_hit_brings_its_rows(target, family, extra):
     want, got = cold.spark.propose([cold.request(again)])[0], run.spark.propose([context])[0]
     assert got.token_ids == want.token_ids
     assert got.confidence == pytest.approx(want.confidence, abs=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padded_blocks_propose_the_same(target, family):
+    run = Run(target, family)
+    wants = [(5, GREEDY), (1, DRAWN), (26, GREEDY)]
+    contexts = [run.request(tokens(n, seed=n), f"r{n}", params=p, seed=n) for n, p in wants]
+    want = run.spark.propose(contexts)
+    graphs = run.spark.graphs = DraftGraphs(run.spark._compute, run.spark._facts, captures=False)
+    for few in (contexts, contexts[:1], contexts[1:], contexts):
+        for got, context in zip(run.spark.propose(few), few, strict=True):
+            expected = want[contexts.index(context)]
+            assert got.token_ids == expected.token_ids
+            assert got.confidence == pytest.approx(expected.confidence, abs=1e-6)
+            assert (got.probs is None) == (expected.probs is None)
+            if got.probs is not None:
+                torch.testing.assert_close(got.probs, expected.probs, rtol=1e-6, atol=1e-9)
+    assert graphs.reason is None
+    assert {size for size, _, _ in graphs._statics} == {1, 2, 4}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

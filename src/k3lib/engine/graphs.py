@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,9 +10,10 @@ import torch
 
 from k3lib import ops
 from k3lib.batch import Batch
+from k3lib.capture import capture, graph_sizes, reason_of
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Hashable
 
     from torch import Tensor
 
@@ -24,16 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["DecodeGraphs", "graph_sizes"]
 
 logger = logging.getLogger(__name__)
-
-
-def graph_sizes(largest: int) -> tuple[int, ...]:
-    """Batch sizes that are captured, up to `largest`: at most half of a step is padding, from 16 on a third."""
-    sizes = {1, 2, 4, 8, largest}
-    size = 16
-    while size < largest:
-        sizes |= {size, size + size // 2}
-        size *= 2
-    return tuple(sorted(n for n in sizes if n <= largest))
 
 
 class _Step(NamedTuple):
@@ -151,7 +141,7 @@ class DecodeGraphs:
             except Exception as error:
                 # nothing of a request was touched: the step was padding
                 self.clear()
-                self.reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                self.reason = reason_of(error)
                 if self.reason not in self._told:
                     self._told.add(self.reason)
                     logger.warning("decode steps run without CUDA graphs: %s", self.reason)
@@ -160,19 +150,9 @@ class DecodeGraphs:
 
     def _capture(self, static: Batch) -> _Step:
         """Capture a step of padding: it writes the null slot and the null page only."""
-        stream = torch.cuda.Stream(self.model.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self.model.device))
-        with torch.cuda.stream(stream):
-            self._forward(static)  # compiles kernels, and libraries allocate what they keep
-            with _no_waiting():
-                self._forward(static)
-        torch.cuda.current_stream(self.model.device).wait_stream(stream)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # other threads may allocate meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            logits, features = self._forward(static)
+        graph, (logits, features) = capture(lambda: self._forward(static), self.model.device, self._pool)
         self.num_captures += 1
         logger.debug("captured a %s step of %d requests", static.mode, len(static.new_tokens))
         return _Step(static, graph, logits, features)
@@ -181,21 +161,3 @@ class DecodeGraphs:
 def _ends(model: KimiK3ForCausalLM) -> tuple[Tensor, Tensor]:
     """The first and the last weights: moving a model moves both."""
     return model.model.embed_tokens.weight, model.lm_head.weight
-
-
-@contextlib.contextmanager
-def _no_waiting() -> Iterator[None]:
-    """Refuse to wait for the device, which a graph cannot, and name the op that does."""
-    seen: list[str] = []
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with ops.observe(lambda op, _, impl: seen.append(f"{op}/{impl}")):
-            yield
-    except RuntimeError as error:
-        if "synchronizing" not in str(error):
-            raise
-        where = seen[-1] if seen else "the model"
-        raise RuntimeError(f"{where} waits for the device, which a graph cannot") from error
-    finally:
-        torch.cuda.set_sync_debug_mode(before)

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
+from k3lib import ops
 from k3lib.draws import draw, signed, uniforms
 from k3lib.errors import ConfigError
 from k3lib.parallel.group import LOCAL, Group
 from k3lib.spec.draft_files import load_draft
+from k3lib.spec.draft_graphs import Block, DraftGraphs, Proposed
 from k3lib.spec.proposer import MAX_BLOCK, Draft
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
     from os import PathLike
 
     from torch import Tensor
@@ -37,20 +39,6 @@ class _Bound(NamedTuple):
     pool: DraftPool
 
 
-class _Step(NamedTuple):
-    """The requests of a step on the device: `[B]` each, `page_table [B, M]`; `sampled` is on the host.
-
-    A temperature of 0 is a greedy request.
-    """
-
-    anchors: Tensor
-    lengths: Tensor
-    seeds: Tensor
-    temperatures: Tensor
-    page_table: Tensor
-    sampled: list[bool]
-
-
 class DSpark:
     """Proposes with a draft model. Satisfies `Proposer` and `Bound`.
 
@@ -65,6 +53,7 @@ class DSpark:
     Attributes:
         draft: the model.
         block_size, feature_layers, feature_kind: see `Proposer`; taps are a property of the draft.
+        graphs: replays blocks on a CUDA device; None before `bind`, and elsewhere.
     """
 
     def __init__(self, draft: BlockDraft, *, block_size: int | None = None) -> None:
@@ -84,6 +73,7 @@ class DSpark:
         self.block_size = size
         self.feature_layers: tuple[int, ...] = draft.config.feature_layers
         self.feature_kind: Literal["prefix", "mixture"] = draft.config.feature_kind
+        self.graphs: DraftGraphs | None = None
         self._bound: _Bound | None = None
         self._ends: dict[str, tuple[int, int]] = {}  # of each request its lease, and how many tokens have rows there
 
@@ -124,6 +114,14 @@ class DSpark:
         pool = self.draft.new_pool(cache.config.num_pages, cache.config.page_size)
         cache.pool.paged.append(pool)
         self._bound = _Bound(model, pool)
+        if self.draft.device.type == "cuda":
+            self.graphs = DraftGraphs(self._compute, self._facts)
+
+    def _facts(self) -> Hashable:
+        """What a graph of a block depends on."""
+        model, pool = self._need_bound()
+        ends = (pool.pages, next(self.draft.parameters()), model.model.embed_tokens.weight, model.lm_head.weight)
+        return (ops.options_key(), model.family, *model.backends.items(), *[x.data_ptr() for x in ends])
 
     def drop(self, request_id: str) -> None:
         """Forget a request; its rows go with its pages."""
@@ -193,7 +191,7 @@ class DSpark:
         Raises:
             ConfigError: no lease, or part of a context was never committed.
         """
-        model, pool = self._need_bound()
+        pool = self._need_bound().pool
         if not contexts:
             return []
         for context in contexts:
@@ -204,18 +202,28 @@ class DSpark:
                     "every step of the target has to be committed"
                 )
         step = self._describe(contexts, pool)
+        found = None if self.graphs is None else self.graphs.run(step)
+        if found is None:
+            found = self._compute(step)
+        listed, estimates = _to_host(found.tokens, found.confidence)
+        return [
+            Draft(
+                ids,
+                None if _is_greedy(context.params) else found.logits[i],
+                None if estimates is None else estimates[i],
+            )
+            for i, (ids, context) in enumerate(zip(listed, contexts, strict=True))
+        ]
+
+    def _compute(self, step: Block) -> Proposed:
+        model, pool = self._need_bound()
         with model.use_backends():
             hidden = self._run_block(step, model, pool)
         logits = model.scores(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
         tokens, confidence = self._pick(hidden, logits, step)
-        listed, estimates = _to_host(tokens, confidence)
-        # drawn rows of `logits` hold probabilities by now
-        return [
-            Draft(ids, logits[i] if drawn else None, None if estimates is None else estimates[i])
-            for i, (ids, drawn) in enumerate(zip(listed, step.sampled, strict=True))
-        ]
+        return Proposed(tokens, confidence, logits)
 
-    def _describe(self, contexts: Sequence[DraftContext], pool: DraftPool) -> _Step:
+    def _describe(self, contexts: Sequence[DraftContext], pool: DraftPool) -> Block:
         lengths = [len(context.token_ids) - 1 for context in contexts]
         counts = [-(-length // pool.page_size) for length in lengths]
         width = max(counts)
@@ -237,9 +245,9 @@ class DSpark:
         ]
         anchors, starts, seeds, bits, pages = _to_device(parts, self.draft.device)
         table = pages.view(len(contexts), width)
-        return _Step(anchors, starts, seeds, bits.view(torch.float64), table, sampled)
+        return Block(anchors, starts, seeds, bits.view(torch.float64), table, any(sampled))
 
-    def _run_block(self, step: _Step, model: KimiK3ForCausalLM, pool: DraftPool) -> Tensor:
+    def _run_block(self, step: Block, model: KimiK3ForCausalLM, pool: DraftPool) -> Tensor:
         """What the head reads for each token to be proposed: `[B, block_size, D]`."""
         config = self.draft.config
         skipped = 0 if config.sample_from_anchor else 1  # the row of the anchor
@@ -248,7 +256,7 @@ class DSpark:
         embedded = model.model.embed_tokens(ids.flatten()).view(*ids.shape, -1)
         return self.draft.block(embedded, step.lengths, pool, step.page_table)[:, skipped:]
 
-    def _pick(self, hidden: Tensor, logits: Tensor, step: _Step) -> tuple[Tensor, Tensor | None]:
+    def _pick(self, hidden: Tensor, logits: Tensor, step: Block) -> tuple[Tensor, Tensor | None]:
         """Choose tokens from left to right.
 
         Args:
@@ -260,7 +268,7 @@ class DSpark:
             Tokens `[B, g]` and, if the draft has the head, their confidence `[B, g]`.
         """
         markov, head = self.draft.markov_head, self.draft.confidence_head
-        draws = self._uniforms(step, logits.shape[1]) if any(step.sampled) else None
+        draws = self._uniforms(step, logits.shape[1]) if step.draws else None
         is_drawn = step.temperatures > 0
         divisors = torch.where(is_drawn, step.temperatures, 1)[:, None].to(logits.dtype)
         previous, state = step.anchors, None
@@ -284,7 +292,7 @@ class DSpark:
             confidence = head(hidden, torch.stack(embeddings, dim=1)) if looks_back else head(hidden)
         return torch.stack(tokens, dim=1), confidence
 
-    def _uniforms(self, step: _Step, count: int) -> Tensor:
+    def _uniforms(self, step: Block, count: int) -> Tensor:
         """Numbers `[B, count]` to draw with.
 
         Each step of a request has its own: a token that is proposed a second time must not depend on what was accepted
