@@ -14,7 +14,9 @@ _HOME = {
     "EngineConfig": "k3lib.engine",
     "KimiK3Config": "k3lib.config",
     "KimiK3ForCausalLM": "k3lib.model",
+    "KimiK3ForConditionalGeneration": "k3lib.multimodal",
     "Mesh": "k3lib.parallel",
+    "ParallelConfig": "k3lib.parallel",
     "SamplingParams": "k3lib.engine",
 }
 
@@ -25,7 +27,9 @@ __all__ = [
     "EngineConfig",
     "KimiK3Config",
     "KimiK3ForCausalLM",
+    "KimiK3ForConditionalGeneration",
     "Mesh",
+    "ParallelConfig",
     "SamplingParams",
     "__version__",
 ]
@@ -35,7 +39,8 @@ if TYPE_CHECKING:
     from k3lib.config import KimiK3Config
     from k3lib.engine import AsyncEngine, Engine, EngineConfig, SamplingParams
     from k3lib.model import KimiK3ForCausalLM
-    from k3lib.parallel import Mesh
+    from k3lib.multimodal import KimiK3ForConditionalGeneration
+    from k3lib.parallel import Mesh, ParallelConfig
 
 
 def __getattr__(name: str) -> object:

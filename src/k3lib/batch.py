@@ -188,6 +188,7 @@ class Batch:
         saves: interior KDA states to keep.
         routes: record or replay expert ids.
         replica_tokens: tokens of every replica in this step, where several share their experts; empty asks them.
+        dcp_size, dcp_rank: ranks that share the tokens of the pages, and which of them this is; `place_rows` sets them.
     """
 
     input_ids: Tensor | None
@@ -205,6 +206,8 @@ class Batch:
     saves: StateSaves | None = None
     routes: RouteTap | None = None
     replica_tokens: tuple[int, ...] = ()
+    dcp_size: int = 1
+    dcp_rank: int = 0
     _prefix: list[PrefixPiece] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -421,11 +424,19 @@ class Batch:
         self.page_table = table.reshape(len(totals), width).to(device=device)
         self.place_rows(page_size)
 
-    def place_rows(self, page_size: int) -> None:
-        """Set `rows` and `key_lens` from `page_table`: where the new tokens go, and what each may see."""
+    def place_rows(self, page_size: int, *, dcp_size: int = 1, dcp_rank: int = 0) -> None:
+        """Set `rows` and `key_lens` from `page_table`: where the new tokens go, and what each may see.
+
+        Args:
+            page_size: rows of a page on one rank.
+            dcp_size: ranks that share the tokens: token i of a request belongs to rank `i % dcp_size`, and a page
+                covers `page_size · dcp_size` tokens.
+            dcp_rank: which of them this is. Tokens of the others get row 0, the null row, so their writes are dropped.
+        """
         table = self.page_table
         if table is None:
             raise ConfigError("Batch.place_rows: the batch has no page_table")
+        self.dcp_size, self.dcp_rank, self._prefix = dcp_size, dcp_rank, None
         device, count = table.device, self.num_tokens
         if not count:
             self.rows = torch.zeros(0, dtype=torch.int64, device=device)
@@ -439,14 +450,34 @@ class Batch:
             request = torch.repeat_interleave(request, new, output_size=count)
             first = self.seq_lens - self.cu_seqlens[1:]  # what to add to a packed index
             position = torch.arange(count, device=device) + first.long()[request]
-        self.rows = table[request, position // page_size].long() * page_size + position % page_size
-        self.key_lens = (position + 1).to(torch.int32)
+        self.rows = _rows_of(table, request, position, page_size, dcp_size)
+        if dcp_size == 1:
+            self.key_lens = (position + 1).to(torch.int32)
+            return
+        self.rows = torch.where(position % dcp_size == dcp_rank, self.rows, 0)
+        self.key_lens = ((position + dcp_size - dcp_rank) // dcp_size).to(torch.int32)
+
+    def note_dcp(self, size: int, rank: int) -> None:
+        """Note whose `rows` and `key_lens` these are, in a batch whose rows were placed by hand.
+
+        Raises:
+            ConfigError: they were placed for another rank, or for other sizes.
+        """
+        if (self.dcp_size, self.dcp_rank) == (size, rank):
+            return
+        if self.dcp_size > 1:
+            raise ConfigError(
+                f"the batch was placed for dcp_rank={self.dcp_rank} of dcp_size={self.dcp_size}, the layer is rank "
+                f"{rank} of {size}"
+            )
+        self.dcp_size, self.dcp_rank, self._prefix = size, rank, None
 
     def prefix_pieces(self, page_size: int, piece_tokens: int = 4096) -> list[PrefixPiece]:
         """Cut the cached tokens of all requests into pieces of bounded size, for prefill over a cached prefix.
 
         Computed once per batch on the host and shared by all MLA layers. Each piece holds at most `piece_tokens`
-        cached tokens, so the memory of a prefill step does not grow with the context.
+        cached tokens, so the memory of a prefill step does not grow with the context. Ranks that share the tokens
+        (`dcp_size`) cut alike, so that they gather together.
         """
         if self._prefix is None:
             self._prefix = _cut_prefix(self, page_size, piece_tokens)
@@ -455,10 +486,19 @@ class Batch:
 
 @dataclass(slots=True)
 class PrefixPiece:
-    """A run of cached rows: `rows [n]` int64 in the pool and `cu_seqlens_k [B + 1]` int32 over the requests."""
+    """A run of cached rows.
+
+    Attributes:
+        rows: `[n]` int64 in the pool; of ranks that share the tokens this rank's, filled up with row 0 to the largest
+            share m.
+        cu_seqlens_k: `[B + 1]` int32, tokens of each request in this piece, of all ranks.
+        order: `[n]` int64, where each token, in sequence order, lies in the shares of all ranks one behind the other
+            `[dcp_size · m]`; None if there is one rank.
+    """
 
     rows: Tensor
     cu_seqlens_k: Tensor
+    order: Tensor | None = None
 
 
 def _cut_prefix(batch: Batch, page_size: int, piece_tokens: int) -> list[PrefixPiece]:
@@ -484,9 +524,32 @@ def _cut_prefix(batch: Batch, page_size: int, piece_tokens: int) -> list[PrefixP
         counts = [0] * len(want)
         for i, _, take in piece:
             counts[i] += take
-        request = torch.cat([torch.full((take,), i) for i, _, take in piece]).to(device)
-        position = torch.cat([torch.arange(start, start + take) for _, start, take in piece]).to(device)
-        rows = table[request, position // page_size].long() * page_size + position % page_size
+        request = torch.cat([torch.full((take,), i) for i, _, take in piece])
+        position = torch.cat([torch.arange(start, start + take) for _, start, take in piece])
         cu = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
-        pieces.append(PrefixPiece(rows, cu))
+        pieces.append(_piece(batch, table, request, position, page_size, cu))
     return pieces
+
+
+def _piece(
+    batch: Batch, table: Tensor, request: Tensor, position: Tensor, page_size: int, cu_seqlens_k: Tensor
+) -> PrefixPiece:
+    """The rows of some cached tokens, whose requests and positions are on the host."""
+    size, device, order, most = batch.dcp_size, table.device, None, len(position)
+    if size > 1:
+        owner = position % size
+        shares = torch.bincount(owner, minlength=size)
+        most = int(shares.max())
+        order = torch.empty_like(position)
+        for rank, share in enumerate(shares.tolist()):
+            order[owner == rank] = rank * most + torch.arange(share)
+        order, mine = order.to(device), (owner == batch.dcp_rank).nonzero()[:, 0]
+        request, position = request[mine], position[mine]
+    rows = _rows_of(table, request.to(device), position.to(device), page_size, size)
+    return PrefixPiece(torch.nn.functional.pad(rows, (0, most - len(rows))), cu_seqlens_k, order)
+
+
+def _rows_of(table: Tensor, request: Tensor, position: Tensor, page_size: int, dcp_size: int) -> Tensor:
+    """Pool rows `[n]` int64 of tokens, on the rank that owns each."""
+    page = table[request, position // (page_size * dcp_size)].long()
+    return page * page_size + position // dcp_size % page_size

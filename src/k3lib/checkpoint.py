@@ -57,10 +57,13 @@ __all__ = [
     "LoadPlan",
     "TensorInfo",
     "load",
+    "load_vision",
     "main_dtype",
     "plan_load",
+    "plan_vision",
     "read_header",
     "update",
+    "update_vision",
 ]
 
 VISION_ROOTS = ("vision_tower.", "mm_projector.")
@@ -395,8 +398,19 @@ def _take_decay(planner: _Planner, full: str, module: KimiDeltaAttention) -> Ten
     return info
 
 
+def _pass_over_experts(planner: _Planner, owner: str, module: Experts) -> None:
+    """Note the stored tensors of experts that lie on other ranks."""
+    for e in sorted(set(range(module.config.num_experts)) - set(module.held)):
+        for w in ("w1", "w2", "w3"):
+            for end in ("weight", "weight_packed", "weight_scale", "weight_scale_2", "input_scale"):
+                info = planner.stored.get(f"{owner}.{e}.{w}.{end}")
+                if info is not None:
+                    planner.used.add(f"{owner}.{e}.{w}.{end}")
+                    planner.plan.skipped.append(info.name)
+
+
 def _expert_parts(planner: _Planner, owner: str, module: Experts, form: Form) -> dict[int, dict[str, _Parts]] | None:
-    """The stored matrices of every expert; None (and notes in the plan) if any is missing or wrong."""
+    """The stored matrices of every expert held here, by place; None (and notes in the plan) if any is not right."""
     c = module.config
     if form != "plain":
         unit = 32 if form == "mxfp4" else 16
@@ -407,7 +421,7 @@ def _expert_parts(planner: _Planner, owner: str, module: Experts, form: Form) ->
         shard_range(c.intermediate_size, module.tp, Shard(0, unit, f"the intermediate width of {form.upper()} experts"))
     parts: dict[int, dict[str, _Parts]] = {}
     complete = True
-    for e in range(c.num_experts):
+    for place, e in enumerate(module.held):
         matrices = {}
         for w, rows, cols in (
             ("w1", c.intermediate_size, c.expert_width),
@@ -422,13 +436,14 @@ def _expert_parts(planner: _Planner, owner: str, module: Experts, form: Form) ->
             else:
                 complete = False
         if matrices:
-            parts[e] = matrices
+            parts[place] = matrices
     return parts if complete else None
 
 
 def _expert_form(planner: _Planner, owner: str, module: Experts) -> Form | None:
     """The stored format of a layer's experts; None if there are none, or (and a note in the plan) it cannot be read."""
-    bases = [f"{owner}.{e}.{w}" for e in range(module.config.num_experts) for w in ("w1", "w2", "w3")]
+    _pass_over_experts(planner, owner, module)
+    bases = [f"{owner}.{e}.{w}" for e in module.held for w in ("w1", "w2", "w3")]
     first = next((base for base in bases if not planner.passes_over(f"{base}.weight")), None)
     if first is None:
         return None
@@ -457,7 +472,7 @@ def _plan_experts(planner: _Planner, owner: str, module: Experts) -> None:
     if parts is None:
         return
     if "nvfp4" in {held, stored} and (lone := [e for e, m in parts.items() if ("w1" in m) != ("w3" in m)]):
-        planner.refuse(f"{owner}.{lone[0]}", "w1 and w3 share the global scale of NVFP4; give both")
+        planner.refuse(f"{owner}.{module.held[lone[0]]}", "w1 and w3 share the global scale of NVFP4; give both")
         return
     planner.add(
         [info for matrices in parts.values() for roles in matrices.values() for info in roles.values()],
@@ -488,11 +503,45 @@ def _plan_disk_experts(planner: _Planner, owner: str, module: Experts, limit: in
         where = module.packed.device if isinstance(module.packed, DiskExperts) else device
         infos = [parts[e] for e in range(len(parts))]
         cut = Cut(module.begin, module.end)
-        module.set_packed(
-            DiskExperts(infos, cut, _EXPERT_FORMATS[form], files, limit=limit, check_dtype=planner.dtype, device=where)
+        held = DiskExperts(
+            infos, cut, _EXPERT_FORMATS[form], files, limit=limit, check_dtype=planner.dtype, device=where
         )
+        held.first_expert = module.first_place
+        module.set_packed(held)
 
     planner.add([], run)
+
+
+def plan_vision(parts: Mapping[str, nn.Module], stored: Mapping[str, TensorInfo], *, partial: bool = False) -> LoadPlan:
+    """Match the parameters of the vision tower and the projector with stored tensors; all others are passed over.
+
+    Args:
+        parts: modules by the root of their stored names, `vision_tower` and `mm_projector`.
+        stored: tensors by stored name.
+        partial: what is not stored stays as it is.
+    """
+    planner = _Planner({}, dtype=torch.float32, partial=partial)
+    planner.stored = {name: info for name, info in stored.items() if name.startswith(VISION_ROOTS)}
+    planner.plan.skipped = [name for name in stored if name not in planner.stored]
+    for root, part in parts.items():
+        for owner, module in part.named_modules(prefix=root):
+            for name in module._parameters:
+                _plan_whole(planner, f"{owner}.{name}", module, name)
+    planner.plan.unexpected = [name for name in planner.stored if name not in planner.used]
+    return planner.plan
+
+
+def _plan_whole(planner: _Planner, full: str, module: nn.Module, name: str) -> None:
+    """Plan to read a parameter that every rank holds whole."""
+    if planner.passes_over(full):
+        return
+    info = planner.take(full, PLAIN, tuple(module.get_parameter(name).shape))
+    if info is not None:
+
+        def run(source: Reader, device: torch.device | str) -> None:
+            source.copy_into(_memory(module, name, device), info, 0, 0, None)
+
+        planner.add([info], run)
 
 
 # ---- reading ------------------------------------------------------------------------------------
@@ -585,7 +634,10 @@ def _expert_memory(
     if form == "bf16":
         return ExpertWeights(_memory(module, "w13", device), _memory(module, "w2", device))
     c = module.config
-    return new_experts(c.num_experts, form, c.expert_width, module.end - module.begin, dtype=dtype, device=device)
+    inner = module.end - module.begin
+    made = new_experts(len(module.held), form, c.expert_width, inner, dtype=dtype, device=device)
+    made.first_expert = module.first_place
+    return made
 
 
 def _fill_experts(
@@ -649,13 +701,19 @@ def load(
         ConfigError: a packed format cannot be cut for this rank.
     """
     plan = plan_load(model, stored, text, dtype, resident_experts=resident_experts)
+    _check_and_run(plan, stored, device, progress=progress)
+    warn_tails(plan.tails, stacklevel=4)  # whoever called from_pretrained
+
+
+def _check_and_run(
+    plan: LoadPlan, stored: Mapping[str, TensorInfo], device: torch.device | str, *, progress: bool
+) -> None:
     plan.check(next(iter(stored.values())).file.parent if stored else "this checkpoint")
     with _progress(plan, stored, progress) as bar, torch.no_grad():
         source = _Source(bar)
         for job in plan.jobs:
             job.run(source, device)
         source.close()
-    warn_tails(plan.tails, stacklevel=4)  # whoever called from_pretrained
 
 
 def update(
@@ -707,6 +765,43 @@ def update(
             raise failure from error
         files.close()
     warn_tails(plan.tails, stacklevel=4)  # whoever called load_weights
+
+
+def load_vision(
+    parts: Mapping[str, nn.Module],
+    stored: Mapping[str, TensorInfo],
+    *,
+    device: torch.device | str,
+    progress: bool = True,
+) -> None:
+    """Fill a vision tower and a projector that are on the meta device; see `plan_vision`.
+
+    Raises:
+        CheckpointError: anything missing, unexpected, mis-shaped or damaged.
+    """
+    _check_and_run(plan_vision(parts, stored), stored, device, progress=progress)
+
+
+def update_vision(
+    parts: Mapping[str, nn.Module],
+    stored: Mapping[str, TensorInfo],
+    given: GivenTensors | None,
+    *,
+    partial: bool = False,
+    progress: bool = True,
+) -> None:
+    """Replace the weights of a vision tower and a projector where they are; see `update`.
+
+    Raises:
+        CheckpointError: anything missing, unexpected, mis-shaped or damaged, and nothing has been written.
+    """
+    plan = plan_vision(parts, stored, partial=partial)
+    plan.check("the given tensors" if given is not None else next(iter(stored.values())).file.parent)
+    with _progress(plan, stored, progress and given is None) as bar, torch.no_grad():
+        files = _Source(bar)
+        for job in plan.jobs:
+            job.run(given or files, "cpu")  # parameters are where they are
+        files.close()
 
 
 def _progress(plan: LoadPlan, stored: Mapping[str, TensorInfo], shown: bool) -> tqdm[Any]:

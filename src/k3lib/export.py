@@ -190,6 +190,8 @@ def save(
     if held != config.text.num_layers:
         raise ConfigError(f"only a whole model can be saved: it holds {held} of {config.text.num_layers} layers")
     split = next((m.tp.size for m in model.modules() if isinstance(m, Linear) and m.tp.size > 1), 1)
+    if split == 1:  # replicas of an attention part that share their experts
+        split = next((m.spread.ep.size for m in model.modules() if isinstance(m, Experts) and m.spread.ep.size > 1), 1)
     if split > 1:
         raise ConfigError(f"only a whole model can be saved: this is one rank's part of {split}")
     hf = _config_to_write(model, config, experts, has_vision=any(n.startswith(VISION_ROOTS) for n in extra))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
@@ -31,15 +32,18 @@ from k3lib.layers import (
 )
 from k3lib.layers.linear import fuse
 from k3lib.ops.registry import check_backends
-from k3lib.parallel import Mesh
+from k3lib.parallel import LOCAL, Mesh, StagePayload, TokenShards
+from k3lib.parallel.mesh import device_of
+from k3lib.parallel.pp import features_before
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from os import PathLike
 
     from torch import Tensor
 
     from k3lib.batch import Batch, CacheViews, FeatureTap
+    from k3lib.parallel.group import Chain, Group
 
 __all__ = ["KimiK3DecoderLayer", "KimiK3ForCausalLM", "KimiK3Model", "LayerStack"]
 
@@ -65,6 +69,9 @@ class KimiK3DecoderLayer(K3Module):
     ) -> None:
         super().__init__()
         mesh = mesh or Mesh.single()
+        # with experts that exchange by all-to-all, the stream between attention layers holds this rank's tokens only
+        self.rows = token_shards(mesh)
+        tp: Group = self.rows if self.rows.size > 1 else mesh.tp
         self.index = index
         self.kind = text.layer_types[index]
         self.moe_layer = sum(1 for i in range(index) if i not in text.dense_layers)
@@ -81,26 +88,47 @@ class KimiK3DecoderLayer(K3Module):
             self.attn_read = AttnRes(None, None, self.input_layernorm)
             self.mlp_read = AttnRes(None, None, self.post_attention_layernorm)
         if self.kind == "kda":
-            self.self_attn: nn.Module = KimiDeltaAttention(text.kda, tp=mesh.tp, **place)
+            self.self_attn: nn.Module = KimiDeltaAttention(text.kda, tp=tp, **place)
         else:
-            self.self_attn = GatedMLA(text.mla, tp=mesh.tp, **place)
+            self.self_attn = GatedMLA(
+                text.mla,
+                tp=tp,
+                dcp=mesh.dcp,
+                dcp_comm_backend=mesh.config.dcp_comm_backend or "a2a",
+                dcp_replicate_q_proj=mesh.config.dcp_replicate_q_proj,
+                **place,
+            )
         self.is_dense = index in text.dense_layers
         if self.is_dense:
-            self.mlp = SiTUMLP(text.hidden_size, text.intermediate_size, text.act, tp=mesh.tp, **place)
+            self.mlp = SiTUMLP(text.hidden_size, text.intermediate_size, text.act, tp=tp, **place)
         else:
             assert text.moe is not None, "checked by TextConfig"
-            self.block_sparse_moe = LatentMoE(text.moe, tp=mesh.tp, **place)
+            self.block_sparse_moe = LatentMoE(
+                text.moe,
+                tp=mesh.tp,
+                spread=mesh.spread(self.moe_layer, text.moe.num_experts),
+                shared=mesh.shared_group,
+                shard_latent=mesh.config.shard_latent_projections,
+                **place,
+            )
 
-    def forward(self, stream: AttnResStream, batch: Batch, cache: CacheViews | None) -> None:
-        """Advance `stream` by this layer."""
+    def forward(
+        self, stream: AttnResStream, batch: Batch, cache: CacheViews | None, counts: Sequence[int] = ()
+    ) -> None:
+        """Advance `stream` by this layer; `counts` are the tokens of every replica that shares its experts."""
         view = cache.view(self.index) if cache is not None else None
         hidden = stream.read(self.attn_read, closes_block=self.starts_block)
-        stream.add(self.self_attn(hidden, batch, view))
+        stream.add(self.self_attn(self.rows.gather(hidden, batch.num_tokens), batch, view))
         hidden = stream.read(self.mlp_read)
         if self.is_dense:
-            stream.add(self.mlp(hidden))
+            stream.add(self.mlp(self.rows.gather(hidden, batch.num_tokens)))
         else:
-            stream.add(self.block_sparse_moe(hidden, routes=batch.routes, moe_layer=self.moe_layer))
+            stream.add(self.block_sparse_moe(hidden, routes=batch.routes, moe_layer=self.moe_layer, counts=counts))
+
+
+def token_shards(mesh: Mesh) -> TokenShards:
+    """How tokens are sharded between the attention layers of a model on `mesh`; one shard is all of them."""
+    return TokenShards(mesh.tp if mesh.config.moe_exchange == "all_to_all" else LOCAL)
 
 
 def _reader(module: nn.Module, name: str, out_norm: RMSNorm) -> AttnRes:
@@ -126,9 +154,13 @@ class LayerStack(nn.Module):
         return len(self._modules)
 
 
-def _check_layers(layers: range | None, num_layers: int) -> range:
+def _check_layers(layers: range | None, num_layers: int, mesh: Mesh) -> range:
     if layers is None:
-        return range(num_layers)
+        return mesh.stage(num_layers)
+    if mesh.pp.size > 1:
+        raise ConfigError(
+            f"layers={layers!r} with pp_size={mesh.pp.size}: the stages divide all layers among themselves"
+        )
     if not isinstance(layers, range) or layers.step != 1 or not 0 <= layers.start < layers.stop <= num_layers:
         raise ConfigError(f"layers={layers!r} must be a non-empty range within 0..{num_layers} with step 1")
     return layers
@@ -148,13 +180,18 @@ class KimiK3Model(K3Module):
     ) -> None:
         super().__init__()
         mesh = mesh or Mesh.single()
+        mesh.config.check(text)
         self.text = text
-        self.layer_range = _check_layers(layers, text.num_layers)
+        self.mesh = mesh
+        self.rows = token_shards(mesh)
+        self.layer_range = _check_layers(layers, text.num_layers, mesh)
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         self.has_embedding = self.layer_range.start == 0
-        self.has_output = self.has_embedding or self.layer_range.stop == text.num_layers
+        is_stage = mesh.pp.size > 1  # a model of the first layers alone has an output, a first stage has none
+        self.has_output = (self.has_embedding and not is_stage) or self.layer_range.stop == text.num_layers
         if self.has_embedding:
-            self.embed_tokens = VocabEmbedding(text.vocab_size, text.hidden_size, tp=mesh.tp, **place)
+            tp: Group = self.rows if self.rows.size > 1 else mesh.tp
+            self.embed_tokens = VocabEmbedding(text.vocab_size, text.hidden_size, tp=tp, **place)
         self.layers = LayerStack({i: KimiK3DecoderLayer(text, i, mesh=mesh, **place) for i in self.layer_range})
         if self.has_output:
             if text.attn_res is not None:
@@ -193,12 +230,27 @@ class KimiK3Model(K3Module):
     ) -> AttnResStream:
         """Advance a stream through the layers held here and return it."""
         self._check_routes(batch)
+        counts = self._replica_tokens(batch)
         wanted = () if taps is None else taps.layers
+        first, last = self.layer_range.start, self.layer_range.stop - 1
+        if self.mesh.pp.size > 1 and first - 1 in wanted:
+            stream.tap(taps, first - 1, self.layers[first].attn_read)  # its reader is here
         for layer in self.layers:
-            layer(stream, batch, cache)
-            if layer.index in wanted:
+            layer(stream, batch, cache, counts)
+            next_stage = self.mesh.pp.size > 1 and layer.index == last and not self.has_output
+            if layer.index in wanted and not next_stage:
                 stream.tap(taps, layer.index, self._reader_after(layer.index, taps))
         return stream
+
+    def _replica_tokens(self, batch: Batch) -> tuple[int, ...]:
+        """Tokens of every replica in this step, if they share their experts by gathering."""
+        dp = self.mesh.dp
+        if dp.size == 1 or self.mesh.config.moe_exchange == "all_to_all":
+            return ()
+        if not batch.replica_tokens:
+            mine = torch.tensor([batch.num_tokens], device=device_of(dp))
+            batch.replica_tokens = tuple(dp.all_gather(mine).tolist())
+        return batch.replica_tokens
 
     def forward(
         self,
@@ -233,11 +285,96 @@ class KimiK3Model(K3Module):
             )
         self._check_routes(batch)  # before the embedding, which ranks compute together
         stream = self.start(self._embed(batch, inputs_embeds))
-        return self.run(stream, batch, cache, taps=taps).read(self.output_read)
+        return self._finish(self.run(stream, batch, cache, taps=taps), batch, taps)
+
+    def _finish(self, stream: AttnResStream, batch: Batch, taps: FeatureTap | None) -> Tensor:
+        if taps is not None and taps.out is not None:
+            taps.out = self.rows.gather(taps.out, batch.num_tokens)
+        return self.rows.gather(stream.read(self.output_read), batch.num_tokens)
+
+    def run_stage(
+        self,
+        batch: Batch,
+        cache: CacheViews | None = None,
+        payload: StagePayload | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        taps: FeatureTap | None = None,
+    ) -> StagePayload | Tensor:
+        """Run one pipeline stage.
+
+        Args:
+            batch: T packed tokens of B requests, the same on every stage.
+            cache: memory of the layers held here.
+            payload: what the stage before returned; None on the first one.
+            inputs_embeds: in place of an embedding; only the first stage looks at it.
+            taps: hidden states to keep; on the last stage they are complete.
+
+        Returns:
+            What the next stage takes; on the last stage the normed output `[T, D]`.
+
+        Raises:
+            ConfigError: a payload on the first stage, none on another one, or one that does not fit.
+        """
+        if (payload is None) != self.has_embedding:
+            raise ConfigError(
+                f"the stage of layers {self.layer_range.start}..{self.layer_range.stop - 1} "
+                + ("begins with the embedding and takes no payload" if self.has_embedding else "needs a payload")
+            )
+        self._check_routes(batch)
+        if payload is None:
+            stream = self.start(self._embed(batch, inputs_embeds))
+        else:
+            bank = None if self.text.attn_res is None else payload.bank
+            stream = self.start(payload.prefix, bank=bank)
+            self._take_features(payload, taps)
+        self.run(stream, batch, cache, taps=taps)
+        if self.has_output:
+            return self._finish(stream, batch, taps)
+        return StagePayload(stream.hidden(), stream.history(), self._features(taps, self.layer_range.stop))
+
+    def payload_like(self, batch: Batch, taps: FeatureTap | None = None) -> Tensor:
+        """Memory for the packed payload that this stage takes for `batch`."""
+        blocks = self._blocks(self.layer_range.start)
+        extra = 0 if taps is None else len(features_before(taps.layers, self.layer_range.start))
+        width = (1 + blocks + extra) * self.text.hidden_size
+        norm = self.layers[self.layer_range.start].input_layernorm.weight
+        return norm.new_empty(self.rows.rows(batch.num_tokens), width)
+
+    def unpack_payload(self, packed: Tensor) -> StagePayload:
+        """Take apart what `payload_like` was filled with."""
+        hidden, blocks = self.text.hidden_size, self._blocks(self.layer_range.start)
+        return StagePayload.unpack(
+            packed, hidden=hidden, blocks=blocks, features=packed.shape[1] - (1 + blocks) * hidden
+        )
+
+    def _blocks(self, layer: int) -> int:
+        return 0 if self.text.attn_res is None else self.text.attn_res.num_blocks_before(layer)
+
+    def _features(self, taps: FeatureTap | None, before: int) -> Tensor | None:
+        """The features known in front of a layer, side by side."""
+        known = () if taps is None else features_before(taps.layers, before)
+        if taps is None or taps.out is None or not known:
+            return None
+        width = self.text.hidden_size
+        return torch.cat([taps.out[:, i * width : (i + 1) * width] for i in known], dim=1)
+
+    def _take_features(self, payload: StagePayload, taps: FeatureTap | None) -> None:
+        if taps is None or payload.features is None:
+            return
+        width, known = self.text.hidden_size, features_before(taps.layers, self.layer_range.start)
+        taps.out = payload.prefix.new_zeros(payload.prefix.shape[0], len(taps.layers) * width)
+        for column, i in enumerate(known):
+            taps.out[:, i * width : (i + 1) * width] = payload.features[:, column * width : (column + 1) * width]
 
     def _check_routes(self, batch: Batch) -> None:
         if batch.routes is None:
             return
+        if self.rows.size > 1:
+            raise ConfigError(
+                f"routes: tokens are sharded over {self.rows.size} ranks (moe_exchange='all_to_all'); record or replay "
+                "with moe_exchange='all_reduce'"
+            )
         moe = self.text.moe
         if moe is None:
             raise ConfigError("the batch has routes, but this model has no experts")
@@ -268,7 +405,7 @@ class KimiK3Model(K3Module):
                 f"inputs_embeds are {given.dtype} of width {given.shape[-1]}, the model has {weight.dtype} of width "
                 f"{weight.shape[1]}"
             )
-        return given
+        return self.rows.shard(given)
 
     def _reader_after(self, layer: int, taps: FeatureTap | None) -> AttnRes:
         """Whoever reads the stream after `layer`: the next layer's attention, after the last the output."""
@@ -320,7 +457,7 @@ class KimiK3ForCausalLM(K3Module):
         text = config.text
         self.model = KimiK3Model(text, mesh=self.mesh, layers=layers, **place)
         if self.model.has_output:
-            self.lm_head = Linear(text.hidden_size, text.vocab_size, cut="out", tp=self.mesh.tp, **place)
+            self.lm_head = Linear(text.hidden_size, text.vocab_size, cut="out", even=False, tp=self.mesh.tp, **place)
         self._note_dtype()
 
     def _apply(self, fn: Any, recurse: bool = True) -> KimiK3ForCausalLM:  # noqa: ANN401 - torch's signature
@@ -358,8 +495,63 @@ class KimiK3ForCausalLM(K3Module):
         Raises:
             ConfigError, RequestError: see `KimiK3Model.forward`.
         """
+        if self.mesh.pp.size > 1:
+            return self.pipeline([batch], cache, inputs_embeds=[inputs_embeds], taps=[taps], logits=logits)[0]
         hidden = self.hidden(batch, cache, inputs_embeds=inputs_embeds, taps=taps)
         return self.scores(_last_tokens(hidden, batch) if logits == "last" else hidden)
+
+    def pipeline(
+        self,
+        batches: Sequence[Batch],
+        cache: CacheViews | None = None,
+        *,
+        inputs_embeds: Sequence[Tensor | None] = (),
+        taps: Sequence[FeatureTap | None] = (),
+        logits: Literal["all", "last"] = "all",
+    ) -> list[Tensor]:
+        """Run several steps through the pipeline stages, so that each stage works while the others do.
+
+        Every stage calls this with the same batches. They must not depend on one another's results: micro-batches of
+        a prefill, also the chunks of one prompt in order, whose state each stage keeps.
+
+        Args:
+            batches: the steps.
+            cache: memory of the layers held here.
+            inputs_embeds: for each step in place of the embedding, or None.
+            taps: for each step the hidden states to keep, or None; complete on the last stage.
+            logits: as in `forward`.
+
+        Returns:
+            The logits of each step, on every rank.
+        """
+        pp, stage = cast("Chain", self.mesh.pp), self.model
+        last, none = pp.size - 1, [None] * len(batches)
+        given: Sequence[Tensor | None] = inputs_embeds or none
+        tapped: Sequence[FeatureTap | None] = taps or none
+        done, sent = [], []
+        for batch, embeds, tap in zip(batches, given, tapped, strict=True):
+            payload = None
+            if pp.rank > 0:
+                payload = stage.unpack_payload(pp.receive(stage.payload_like(batch, tap), pp.rank - 1))
+            with self.use_backends():
+                out = stage.run_stage(batch, cache, payload, inputs_embeds=embeds, taps=tap)
+            if isinstance(out, StagePayload):
+                packed = out.pack()
+                sent.append((packed, pp.send(packed, pp.rank + 1)))
+                rows = batch.num_tokens if logits == "all" else len(batch.new_tokens)
+                done.append(self._logits_like(rows))
+            else:
+                done.append(self.scores(_last_tokens(out, batch) if logits == "last" else out))
+        for _, work in sent:
+            if work is not None:
+                work.wait()
+        if pp.size > 1:
+            done = [pp.broadcast(scores.contiguous(), last) for scores in done]
+        return done
+
+    def _logits_like(self, rows: int) -> Tensor:
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        return torch.empty(rows, self.config.text.vocab_size, dtype=dtype, device=self.device)
 
     def hidden(
         self,
@@ -377,7 +569,11 @@ class KimiK3ForCausalLM(K3Module):
     def scores(self, hidden: Tensor) -> Tensor:
         """Apply the head to some rows of `hidden`: float32 logits `[n, vocab]`."""
         with self.use_backends():
-            scores = self.mesh.tp.all_gather(self.lm_head(hidden), dim=-1)
+            scores: Tensor = self.lm_head(hidden)
+        tp, vocab = self.mesh.tp, self.config.text.vocab_size
+        if tp.size > 1:
+            part = -(-vocab // tp.size)  # the last ranks may hold fewer rows
+            scores = tp.all_gather(nn.functional.pad(scores, (0, part - scores.shape[-1])), dim=-1)[:, :vocab]
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
     def use_backends(self) -> contextlib.AbstractContextManager[None]:
@@ -442,6 +638,8 @@ class KimiK3ForCausalLM(K3Module):
         folder = checkpoint.Folder(path, revision=revision)
         config = KimiK3Config.from_hf(folder.config())
         stored = folder.tensors()
+        if mesh is not None:
+            mesh.check_same("the checkpoint", json.dumps([dict(config.hf), sorted(stored)], sort_keys=True))
         main = dtype or checkpoint.main_dtype(stored, config)
         # said outright: an ambient device can be shadowed by whoever calls this
         model = cls(config, mesh=mesh, layers=layers, dtype=main, device="meta", backends=None)

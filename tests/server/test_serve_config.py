@@ -26,16 +26,20 @@ FLAGS = re.findall(
     r"--\S+",
     """
 --model-path --revision --tokenizer-path --served-model-name --dtype --device --resident-experts
---host --port --drain-timeout --watchdog-timeout --log-level --log-format
+--host --port --drain-timeout --watchdog-timeout --rank-timeout --log-level --log-format
 --api-key --admin-api-key --cors-origins --max-body-bytes --allow-auto-truncate --log-requests --require-grammar
 --moonshot-params
 --context-length --chunked-prefill-size --max-running-requests --max-queued-requests --queue-timeout --request-timeout
 --disable-radix-cache --checkpoint-grid --mamba-track-interval --keep-turn-ends --page-size --kv-cache-dtype
 --mamba-ssm-dtype --mamba-radix-cache-strategy --mamba-full-memory-ratio --max-mamba-cache-size --max-total-tokens
 --mem-fraction-static --schedule-conservativeness --mix-decode --deterministic --strict-backends --cuda-graphs
+--image-cache-bytes --vision-graphs --language-model-only --low-memory --max-images --max-image-bytes
+--max-image-pixels --image-hosts --image-private-hosts --image-timeout
 --speculative-algorithm --speculative-draft-model-path --speculative-dspark-block-size --speculative-dflash-block-size
 --speculative-num-draft-tokens --speculative-accept --speculative-adaptive --speculative-max-batch
 --speculative-rollback --speculative-simulate-accept-len --enable-linear-replayssm-spec
+--tp-size --dp-size --dcp-size --ep-size --pp-size --shared-experts-tp-size --moe-exchange --redundant-experts
+--dcp-comm-backend --dcp-replicate-q-proj --shard-latent-projections --pp-partition
 --reasoning-parser --tool-call-parser --enable-metrics --enable-cache-report
     """,
 )
@@ -69,7 +73,7 @@ def test_flags_reach_their_fields():
     assert parse().engine == EngineConfig()
 
 
-@pytest.mark.parametrize("args", [("--port", "x"), ("--nonsense",), ("--tp-size", 2), ("--reasoning-parser", "other")])
+@pytest.mark.parametrize("args", [("--port", "x"), ("--nonsense",), ("--dtype", "x"), ("--reasoning-parser", "other")])
 def test_unknown_flags_and_values_are_refused(args, capsys):
     with pytest.raises(SystemExit) as stop:
         parse(*args)

@@ -16,7 +16,7 @@ from k3lib.config import KimiK3Config, TextConfig
 from k3lib.errors import CapacityError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -38,10 +38,21 @@ class HybridCache:
     `CapacityError` from `open` and `grow` is normal; nothing was taken then.
     """
 
-    def __init__(self, allocator: HybridAllocator, pool: HybridPool, config: CacheConfig) -> None:
+    def __init__(
+        self,
+        allocator: HybridAllocator,
+        pool: HybridPool,
+        config: CacheConfig,
+        *,
+        dcp_size: int = 1,
+        dcp_rank: int = 0,
+    ) -> None:
         self.allocator = allocator
         self.pool = pool
         self.config = config
+        self.dcp_size, self.dcp_rank = dcp_size, dcp_rank
+        # told what is done to the tensors, by name and with plain values: `replay` and `build` do it to those of others
+        self.tell: Callable[..., None] | None = None
         # page table of every slot on the device; only new entries are copied there
         self._table = torch.zeros(config.num_slots + 1, 0, dtype=torch.int32, device=pool.device)
         self._written: dict[int, tuple[int, int]] = {}  # slot: lease whose pages stand in its row, and how many
@@ -49,7 +60,7 @@ class HybridCache:
         self._verified: dict[int, tuple[int, list[int], int]] = {}
 
     @classmethod
-    def allocate(
+    def allocate(  # noqa: PLR0913 - what a rank's memory depends on
         cls,
         config: KimiK3Config | TextConfig,
         cache: CacheConfig,
@@ -57,6 +68,8 @@ class HybridCache:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         tp_size: int = 1,
+        dcp_size: int = 1,
+        dcp_rank: int = 0,
         layers: range | None = None,
         listener: Callable[[CacheEvent], None] | None = None,
     ) -> HybridCache:
@@ -69,9 +82,16 @@ class HybridCache:
             dtype: of the activations; default what the configuration says (`model.config` says what the model has),
                 bfloat16 for a bare text configuration.
             tp_size: ranks that share the KDA heads.
+            dcp_size: ranks that share the tokens of the KV: a page covers `page_size · dcp_size` tokens.
+            dcp_rank: which of them this is.
             layers: only these layers.
             listener: called with every `CacheEvent`.
+
+        Raises:
+            ConfigError: `tp_size` does not divide the KDA heads, or there is no such rank.
         """
+        if not 0 <= dcp_rank < dcp_size:
+            raise ConfigError(f"dcp_rank={dcp_rank} is not one of dcp_size={dcp_size} ranks")
         text = config.text if isinstance(config, KimiK3Config) else config
         if dtype is None:
             dtype = getattr(torch, config.dtype) if isinstance(config, KimiK3Config) else torch.bfloat16
@@ -79,14 +99,19 @@ class HybridCache:
         allocator = HybridAllocator(
             cache.num_pages,
             cache.num_slots,
-            cache.page_size,
+            cache.page_size * dcp_size,
             checkpoint_grid=cache.checkpoint_grid,
             track_interval=cache.track_interval,
             keep_turn_ends=cache.keep_turn_ends,
             prefix_cache=cache.prefix_cache,
             listener=listener,
         )
-        return cls(allocator, pool, cache)
+        return cls(allocator, pool, cache, dcp_size=dcp_size, dcp_rank=dcp_rank)
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page, over all ranks that share them."""
+        return self.config.page_size * self.dcp_size
 
     @property
     def free_pages(self) -> int:
@@ -202,11 +227,40 @@ class HybridCache:
             [column for _, column, _ in entries],
             [page for _, _, page in entries],
         )
-        ids, cu, seq_lens, slots, save_slots, rows, columns, pages = _to_device(parts, self.pool.device)
-        if entries:
-            self._table[rows.long(), columns.long()] = pages
         width = max((len(lease.pages) for lease in leases), default=0)
+        kept = tuple(i for i, _, _ in saves), tuple(o for _, o, _ in saves)
+        if self.tell is not None:
+            self.tell("batch", parts, cached, kept, width, mode)
+        return self.build(parts, cached, kept, width, mode)
+
+    def build(
+        self,
+        parts: Sequence[Sequence[int]],
+        cached: tuple[int, ...],
+        kept: tuple[tuple[int, ...], tuple[int, ...]],
+        width: int,
+        mode: Literal["prefill", "decode", "verify"],
+    ) -> Batch:
+        """Make the batch of a step that was described by integers, perhaps by another rank.
+
+        Args:
+            parts: token ids, offsets of the requests, lengths of their contexts, slots, slots of states to keep, and
+                slot, column and page of the new entries of the page table.
+            cached: tokens of each request before the step.
+            kept: requests and offsets of the states to keep.
+            width: columns of the page table.
+            mode: of the step.
+        """
+        ids, cu, seq_lens, slots, save_slots, rows, columns, pages = _to_device(parts, self.pool.device)
+        if width > self._table.shape[1]:
+            wider = self._table.new_zeros(self._table.shape[0], max(width, 2 * self._table.shape[1]))
+            wider[:, : self._table.shape[1]] = self._table
+            self._table = wider
+        if len(parts[5]):
+            self._table[rows.long(), columns.long()] = pages
         table = self._table[:, :width].index_select(0, slots)
+        totals = parts[2]
+        lengths = [total - c for total, c in zip(totals, cached, strict=True)]
         batch = Batch(
             input_ids=ids.long(),
             cu_seqlens=cu,
@@ -218,20 +272,13 @@ class HybridCache:
             cached_tokens=cached,
             slots=slots,
             page_table=table,
-            saves=StateSaves(tuple(i for i, _, _ in saves), tuple(o for _, o, _ in saves), save_slots)
-            if saves
-            else None,
+            saves=StateSaves(*kept, save_slots) if kept[0] else None,
         )
-        batch.place_rows(self.config.page_size)
+        batch.place_rows(self.config.page_size, dcp_size=self.dcp_size, dcp_rank=self.dcp_rank)
         return batch
 
     def _new_entries(self, leases: Sequence[Lease]) -> list[tuple[int, int, int]]:
         """`(slot, column, page)` of the page table that the device does not have yet."""
-        width = max((len(lease.pages) for lease in leases), default=0)
-        if width > self._table.shape[1]:
-            wider = self._table.new_zeros(self._table.shape[0], max(width, 2 * self._table.shape[1]))
-            wider[:, : self._table.shape[1]] = self._table
-            self._table = wider
         entries = []
         for lease in leases:
             owner, known = self._written.get(lease.slot, (0, 0))
@@ -252,11 +299,20 @@ class HybridCache:
         forward pass.
         """
         for kind, group in groupby(self.allocator.take_ops(), key=lambda op: op.kind):
-            self._run_ops(kind, list(group))
+            # within a run of one kind no target is a source: both are held until they have been issued
+            self._do(kind, *_places(group))
 
-    def _run_ops(self, kind: str, ops: list[Op]) -> None:
-        # within a run of one kind no target is a source: both are held until they have been issued
-        sources, targets = _to_device(([op.source for op in ops], [op.target for op in ops]), self.pool.device)
+    def _do(self, kind: str, *values: Sequence[int]) -> None:
+        if self.tell is not None:
+            self.tell(kind, *values)
+        self.replay(kind, *values)
+
+    def replay(self, kind: str, *values: Sequence[int]) -> None:
+        """Do to these tensors what `tell` heard of, perhaps of another rank's: copies, zeroings, accepted states."""
+        if kind == "verified":
+            self._move_states(*values)
+            return
+        sources, targets = _to_device(values, self.pool.device)
         if kind == "zero":
             self.pool.kda.zero(targets.long())
         elif kind == "copy_slot":
@@ -305,23 +361,28 @@ class HybridCache:
         saves = [
             (i, *kept) for i, (lease, ids) in enumerate(entries) for kept in self.allocator.accept(lease, len(ids))
         ]
-        rows, slots, steps, targets = _to_device(
-            (
-                [self._verified[lease.number][0] for lease, _ in entries],
-                [lease.slot for lease, _ in entries],
-                [len(ids) - 1 for _, ids in entries],
-                [slot for _, _, slot in saves],
-            ),
-            self.pool.device,
+        self._do(
+            "verified",
+            [self._verified[lease.number][0] for lease, _ in entries],
+            [lease.slot for lease, _ in entries],
+            [len(ids) - 1 for _, ids in entries],
+            [slot for _, _, slot in saves],
+            [i for i, _, _ in saves],
+            [offset for _, offset, _ in saves],
         )
-        kept = StateSaves(tuple(i for i, _, _ in saves), tuple(o for _, o, _ in saves), targets) if saves else None
-        assert self.pool.kda.scratch is not None, "there was a verify step"
-        self.pool.kda.commit(self.pool.kda.scratch, slots, steps, kept, rows=rows)
         for lease, ids in entries:
             del self._verified[lease.number]
             self.allocator.commit(lease, ids)
         if self.allocator.has_ops:
             self.issue()
+
+    def _move_states(self, *values: Sequence[int]) -> None:
+        """Rows of the scratch, slots and accepted steps; slots, requests and offsets of the states to keep."""
+        *moved, requests, offsets = values
+        rows, slots, steps, targets = _to_device(moved, self.pool.device)
+        kept = StateSaves(tuple(requests), tuple(offsets), targets) if requests else None
+        assert self.pool.kda.scratch is not None, "there was a verify step"
+        self.pool.kda.commit(self.pool.kda.scratch, slots, steps, kept, rows=rows)
 
     def close(self, lease: Lease, *, donate: bool = True) -> None:
         """Give the memory of a request back; legal at any moment, idempotent.
@@ -354,7 +415,7 @@ class HybridCache:
         return {
             "num_pages": self.config.num_pages,
             "num_slots": self.config.num_slots,
-            "page_size": self.config.page_size,
+            "page_size": self.page_tokens,
             "checkpoint_grid": self.config.checkpoint_grid,
             "free_pages": self.free_pages,
             "free_slots": self.free_slots,
@@ -373,6 +434,12 @@ def _check_verify(scratch: KDAScratch, lengths: Sequence[int]) -> None:
             f"make_batch: the verify scratch has {scratch.rows} rows of 1 .. {scratch.width} tokens, the step has "
             f"{len(lengths)} of {min(lengths)} .. {longest}"
         )
+
+
+def _places(ops: Iterable[Op]) -> tuple[list[int], list[int]]:
+    """Sources and targets."""
+    listed = list(ops)
+    return [op.source for op in listed], [op.target for op in listed]
 
 
 def _integers(ids: Sequence[int] | Tensor) -> list[int]:

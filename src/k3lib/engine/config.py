@@ -63,6 +63,9 @@ class EngineConfig:
         strict_backends: refuse the slow reference on an accelerator.
         cuda_graphs: replay decode and verify steps on a CUDA device, if all of their kernels can be captured.
         spec: speculate; None = one token a step.
+        image_cache_bytes: features of images that are kept for later requests; those that running requests need come
+            on top.
+        vision_graphs: replay the vision tower on a CUDA device for small images whose sizes come again.
     """
 
     cache: CacheConfig | None = None
@@ -90,6 +93,8 @@ class EngineConfig:
     strict_backends: bool = False
     cuda_graphs: bool = True
     spec: SpecConfig | None = None
+    image_cache_bytes: int = 100 << 20
+    vision_graphs: bool = False
 
     def __post_init__(self) -> None:
         for name, least in _COUNTS.items():
@@ -167,6 +172,7 @@ class EngineConfig:
 _COUNTS = {
     "context_length": 1, "chunked_prefill_size": 1, "max_running_requests": 1, "max_queued_requests": 0,
     "checkpoint_grid": 1, "mamba_track_interval": 0, "page_size": 1, "max_mamba_cache_size": 1, "max_total_tokens": 1,
+    "image_cache_bytes": 0,
 }  # fmt: skip
 
 
@@ -227,11 +233,13 @@ def resolve_limits(  # noqa: C901 - one limit after the other
     if config.deterministic:
         # states of decode steps and of the ends of requests were not made in whole chunks
         cache = dataclasses.replace(cache, keep_turn_ends=False, track_interval=0)
-    room = cache.num_pages * cache.page_size
+    page_tokens = cache.page_size * model.mesh.dcp.size
+    page_note = "tokens a page" + (f" of each of {model.mesh.dcp.size} ranks" if model.mesh.dcp.size > 1 else "")
+    room = cache.num_pages * page_tokens
     context_note = "" if config.context_length else "the model's positions"
     if room < context:
         origin = "asked for" if config.context_length else "the model's positions"
-        context_note = f"the KV pool has {cache.num_pages} pages of {cache.page_size}; {context} were {origin}"
+        context_note = f"the KV pool has {cache.num_pages} pages of {page_tokens}; {context} were {origin}"
         logger.warning("context_length limited to %d tokens: %s", room, context_note)
         context = room
     chunk, chunk_note = config.chunked_prefill_size, "prompt tokens of a prefill step"
@@ -262,9 +270,9 @@ def resolve_limits(  # noqa: C901 - one limit after the other
         Limit("max_mamba_cache_size", cache.num_slots, reason("max_mamba_cache_size", cache.num_slots), slots_note),
         Limit(
             "max_total_num_tokens", room, reason("max_total_tokens", room),
-            f"{cache.num_pages} pages of {cache.page_size} tokens",
+            f"{cache.num_pages} pages of {page_tokens} tokens",
         ),
-        Limit("page_size", cache.page_size, reason("page_size", cache.page_size), "tokens a page"),
+        Limit("page_size", cache.page_size, reason("page_size", cache.page_size), page_note),
         Limit("checkpoint_grid", cache.checkpoint_grid, reason("checkpoint_grid", cache.checkpoint_grid), reuse_note),
         Limit("chunked_prefill_size", chunk, reason("chunked_prefill_size", chunk), chunk_note),
         Limit(
@@ -291,6 +299,14 @@ def _with_scratch(cache: CacheConfig, spec: SpecConfig, block_size: int, running
     return dataclasses.replace(cache, block_size=block_size, rollback=spec.rollback, verify_rows=rows)
 
 
+def free_bytes(model: KimiK3ForCausalLM, config: EngineConfig) -> int:
+    """Memory for the pools of a rank, the least of all ranks, which ask together."""
+    device = model.device
+    if device.type != "cuda":
+        return CPU_CACHE_BYTES
+    return model.mesh.least(int(torch.cuda.mem_get_info(device)[0] * config.mem_fraction_static))
+
+
 def _derive_cache(
     model: KimiK3ForCausalLM, config: EngineConfig, context_length: int, proposer: Proposer | None
 ) -> tuple[CacheConfig, int, str, str]:
@@ -301,7 +317,7 @@ def _derive_cache(
     """
     device = model.device
     on_cpu = device.type != "cuda"
-    budget = CPU_CACHE_BYTES if on_cpu else int(torch.cuda.mem_get_info(device)[0] * config.mem_fraction_static)
+    budget = free_bytes(model, config)
     running = config.max_running_requests or (DEFAULT_RUNNING if on_cpu else None)
     spec = config.spec
     block_size = 0 if spec is None or proposer is None else spec.block_size or proposer.block_size
@@ -309,6 +325,8 @@ def _derive_cache(
         model.config,
         rest_bytes=budget,
         tp_size=model.mesh.tp.size,
+        dcp_size=model.mesh.dcp.size,
+        pp_size=model.mesh.pp.size,
         kv_cache_dtype=config.kv_cache_dtype or "auto",
         mamba_ssm_dtype=config.mamba_ssm_dtype or ("float64" if model.dtype == torch.float64 else "float32"),
         mamba_radix_cache_strategy=config.mamba_radix_cache_strategy,
@@ -333,7 +351,7 @@ def _derive_cache(
         if config.max_mamba_cache_size is None:
             slots = min(slots, useful * plan.S * (1 if config.disable_radix_cache else 4))
         if config.max_total_tokens is None:
-            pages = min(pages, -(-context_length // config.page_size) * useful)
+            pages = min(pages, -(-context_length // (config.page_size * model.mesh.dcp.size)) * useful)
     cache = CacheConfig(
         num_pages=pages,
         num_slots=slots,

@@ -12,23 +12,27 @@ import queue
 import secrets
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from tqdm import tqdm
 
 from k3lib import ops
-from k3lib.cache import HybridCache, Limit
+from k3lib.cache import Limit
+from k3lib.engine import ranks
 from k3lib.engine.config import EngineConfig, Resolved, resolve_limits
 from k3lib.engine.grammar import Grammar, GrammarCompiler, Matcher
 from k3lib.engine.graphs import DecodeGraphs
+from k3lib.engine.media import MediaStore
 from k3lib.engine.request import FinishReason, Output, Request, RequestState, SamplingParams, StepOutput
 from k3lib.engine.runner import Launched, Runner
 from k3lib.engine.sampler import TokenCounts
 from k3lib.engine.scheduler import Scheduler, SchedulerConfig
 from k3lib.engine.speculation import Speculation, make_proposer
+from k3lib.engine.vision_graphs import VisionGraphs
 from k3lib.errors import CheckpointError, ConfigError, K3Error, RequestError
 from k3lib.model import KimiK3ForCausalLM
+from k3lib.multimodal import KimiK3ForConditionalGeneration
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -37,8 +41,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from k3lib.batch import FeatureTap
-    from k3lib.cache import CacheEvent, MediaKey
+    from k3lib.cache import CacheEvent
     from k3lib.engine.grammar import CompiledGrammar, Vocabulary
+    from k3lib.engine.media import Media
     from k3lib.engine.request import TokenLogprob
     from k3lib.engine.scheduler import StepPlan
     from k3lib.spec.proposer import Draft
@@ -79,7 +84,7 @@ class Engine:
 
     def __init__(
         self,
-        model: KimiK3ForCausalLM,
+        model: KimiK3ForCausalLM | KimiK3ForConditionalGeneration,
         config: EngineConfig | None = None,
         *,
         tokenizer: Any = None,  # noqa: ANN401
@@ -88,17 +93,23 @@ class Engine:
         """Make an engine and its cache.
 
         Args:
-            model: a whole model.
+            model: a whole model; one with a vision tower takes images.
             config: limits.
             tokenizer: with `encode` and `decode`, for prompts and stops given as text; grammars need one of K3 (see
                 `k3lib.engine.grammar.Vocabulary`).
             listener: called with every event of the prefix cache.
 
         Raises:
-            ConfigError: a context longer than the model's positions, or a budget that holds not one request.
+            ConfigError: a context longer than the model's positions, a budget that holds not one request, or ranks that
+                this one does not lead (see `k3lib.engine.follow`).
         """
+        self._whole = model
+        if isinstance(model, KimiK3ForConditionalGeneration):
+            model = model.language_model
         self.model = model
+        self._leader: ranks.Leader | None = None
         self.config = config or EngineConfig()
+        ranks.check_leader(model, self.config)
         self.tokenizer = tokenizer
         self._grammars = _grammar_compiler(model, tokenizer)
         spec = self.config.spec
@@ -106,17 +117,15 @@ class Engine:
         resolved = resolve_limits(model, self.config, proposer)
         self.context_length = resolved.context_length
         cache = resolved.cache
-        self.cache = HybridCache.allocate(
-            model.config, cache, device=model.device, dtype=model.dtype, tp_size=model.mesh.tp.size, listener=listener
-        )
-        self.limits: tuple[Limit, ...] = (*resolved.limits, *self._scratch_limits())
+        self.cache = ranks.allocate(model, cache, listener=listener)
+        self.limits: tuple[Limit, ...] = (*resolved.limits, *self._scratch_limits(), *self._image_limits())
         for limit in self.limits:
             logger.info("%s = %s (%s) %s", *limit)
         guess = min(self.context_length, _LONGEST_GUESS)
         self.scheduler = Scheduler(
             self.cache,
             SchedulerConfig(
-                page_size=cache.page_size,
+                page_size=self.cache.page_tokens,
                 max_running=resolved.max_running,
                 max_queued=self.config.max_queued_requests,
                 chunk_tokens=resolved.chunk_tokens,
@@ -137,10 +146,13 @@ class Engine:
                     spec.simulate_accept_len,
                 )
         tap = None if self.speculation is None else self.speculation.tap
+        self.media = self._media_store()
+        piece = min(resolved.chunk_tokens, _LARGEST_PIECE)
         self.runner = Runner(
-            model,
+            self._led_model(piece, resolved, tap),
             self.cache,
-            piece_tokens=min(resolved.chunk_tokens, _LARGEST_PIECE),
+            media=self.media,
+            piece_tokens=piece,
             strict=self.config.strict_backends,
             one_by_one=self.config.deterministic,
             graphs=self._decode_graphs(resolved, tap),
@@ -158,6 +170,22 @@ class Engine:
         self._counters: collections.Counter[str] = collections.Counter()
         self._weights = 0
 
+    def _led_model(self, piece_tokens: int, resolved: Resolved, tap: FeatureTap | None) -> KimiK3ForCausalLM:
+        """The model; over several ranks one that tells the others of every call, after they were told to begin."""
+        if self.model.mesh.world.size == 1:
+            return self.model
+        self._leader = leader = ranks.Leader(self.model.mesh)
+        rules, graphs = self.config, self._graph_sizes(resolved)
+        leader.send("start", self.cache.config, piece_tokens, rules.strict_backends, rules.deterministic, graphs, tap)
+        self.cache.tell = leader.note
+        return cast("KimiK3ForCausalLM", ranks.LedModel(self.model, leader))
+
+    def close(self) -> None:
+        """Let the other ranks go, if there are any; nothing more can be computed then. Idempotent."""
+        if self._leader is not None:
+            self._leader.send("end")
+            self._leader = None
+
     def _scratch_limits(self) -> list[Limit]:
         scratch, config = self.cache.pool.kda.scratch, self.cache.config
         if scratch is None:
@@ -166,16 +194,45 @@ class Engine:
         note = f"{what} of {scratch.width} tokens of {scratch.rows} requests, for rejected drafts"
         return [Limit("verify_scratch_bytes", scratch.nbytes, "derived", note)]
 
+    def _image_limits(self) -> list[Limit]:
+        if not isinstance(self._whole, KimiK3ForConditionalGeneration):
+            return []
+        value = self.config.image_cache_bytes
+        reason: Literal["given", "default"] = "default" if value == EngineConfig().image_cache_bytes else "given"
+        return [Limit("image_cache_bytes", value, reason, "features of images that no running request needs")]
+
+    def _media_store(self) -> MediaStore:
+        rules, graphs, model = self.config, None, self._whole
+        sees = isinstance(model, KimiK3ForConditionalGeneration)
+        if sees and rules.vision_graphs and model.device.type == "cuda":
+            graphs = VisionGraphs(cast("KimiK3ForConditionalGeneration", model))
+        return MediaStore(model, cache_bytes=rules.image_cache_bytes, one_by_one=rules.deterministic, graphs=graphs)
+
     def _decode_graphs(self, resolved: Resolved, tap: FeatureTap | None) -> DecodeGraphs | None:
-        if not resolved.graph_requests:
+        requests, pages = self._graph_sizes(resolved)
+        if not requests:
             return None
-        pages = -(-self.context_length // resolved.cache.page_size)
-        return DecodeGraphs(self.model, self.cache, max_requests=resolved.graph_requests, max_pages=pages, tap=tap)
+        graphs = DecodeGraphs(self.model, self.cache, max_requests=requests, max_pages=pages, tap=tap)
+        return graphs if self._leader is None else cast("DecodeGraphs", ranks.LedGraphs(graphs, self._leader))
+
+    def _graph_sizes(self, resolved: Resolved) -> tuple[int, int]:
+        """Most requests of a replayed step, and most pages of one; no requests if none is replayed."""
+        if not ranks.can_replay(self.model.mesh):
+            return 0, 0
+        return resolved.graph_requests, -(-self.context_length // self.cache.page_tokens)
 
     @classmethod
-    def from_pretrained(cls, path: str | PathLike[str], config: EngineConfig | None = None, **load: Any) -> Engine:  # noqa: ANN401
-        """Load a model and make an engine; further arguments go to `KimiK3ForCausalLM.from_pretrained`."""
-        return cls(KimiK3ForCausalLM.from_pretrained(path, **load), config)
+    def from_pretrained(
+        cls,
+        path: str | PathLike[str],
+        config: EngineConfig | None = None,
+        *,
+        vision: bool = False,
+        **load: Any,  # noqa: ANN401
+    ) -> Engine:
+        """Load a model, if asked with its vision tower, and make an engine; `load` goes to its `from_pretrained`."""
+        kind = KimiK3ForConditionalGeneration if vision else KimiK3ForCausalLM
+        return cls(kind.from_pretrained(path, **load), config)
 
     @property
     def has_work(self) -> bool:
@@ -187,8 +244,8 @@ class Engine:
 
         Raises:
             RequestError: an empty prompt, ids outside the vocabulary, more tokens than context or memory hold, texts to
-                stop at without a tokenizer, what this engine lacks (images), a grammar that cannot be enforced here, or
-                a field of a wrong type.
+                stop at without a tokenizer, images that the model or the prompt does not take, a grammar that cannot be
+                enforced here, or a field of a wrong type.
         """
         ids, vocab, params = request.prompt_ids, self.model.config.text.vocab_size, request.params
         _check_ids(ids, vocab)
@@ -215,8 +272,9 @@ class Engine:
             raise RequestError(f"timeout must be above 0 seconds, got {request.timeout}", param="timeout")
         if request.record_routes and self.model.config.text.moe is None:
             raise RequestError("this model routes nothing", param="record_routes")
+        ranks.check_request(self.model.mesh, request)
         if request.media:
-            raise RequestError("this engine does not take images", param="media")
+            self.media.check_request(ids, request.media)
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar | None:
         """A grammar, ready to be followed; None for one that nobody asked for and that cannot be had."""
@@ -289,6 +347,7 @@ class Engine:
     def _let_go(self, state: RequestState) -> None:
         """A request has ended: nobody needs to know it any more."""
         self._states.pop(state.request.name, None)
+        self.media.settle(self.scheduler.running)
         if self.speculation is not None:
             self.speculation.drop(state.request.name)
 
@@ -308,6 +367,7 @@ class Engine:
             "cached_pages": self.cache.cached_pages,
             "cached_slots": self.cache.cached_slots,
             "cache": self.cache.stats(),
+            "media": self.media.stats(),
             "speculation": None if self.speculation is None else self.speculation.report.summary(),
             "limits": {x.name: {"value": x.value, "reason": x.reason, "note": x.note} for x in self.limits},
         }
@@ -338,6 +398,7 @@ class Engine:
         if plan is not None:
             for out in self._run(plan):
                 self._hand_out(out)
+        self.media.settle(self.scheduler.running)  # some may have been preempted
 
     def _hand_out(self, out: StepOutput) -> None:
         inbox = self._inboxes.get(out.request_id or "")
@@ -517,7 +578,7 @@ class Engine:
         """
         is_changed = True
         try:
-            self.model.load_weights(source, **options)
+            (self._whole if self._leader is None else self.runner.model).load_weights(source, **options)
         except (CheckpointError, ConfigError) as error:
             is_changed, keep_cache = getattr(error, "weights_changed", False), False
             raise
@@ -529,6 +590,7 @@ class Engine:
         self.scheduler.preempt_all(donate=keep_cache)
         if not keep_cache:
             self.cache.clear()
+            self.media.clear()
             self._weights += 1
             self.scheduler.tag = f"weights {self._weights}"
 
@@ -537,6 +599,7 @@ class Engine:
         prompts: Sequence[Sequence[int] | str],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        media: Sequence[Sequence[Media]] | None = None,
         progress: bool = False,
     ) -> list[Output]:
         """Run prompts to the end and return their outputs in the same order.
@@ -544,11 +607,12 @@ class Engine:
         Args:
             prompts: token ids, or text if the engine has a tokenizer.
             params: one for all, or one each.
+            media: images of each prompt.
             progress: show a bar of finished prompts.
 
         Raises:
             RequestError: a prompt that can never run; nothing has been queued.
-            ConfigError: another number of params than prompts, or text without a tokenizer.
+            ConfigError: another number of params or media than prompts, or text without a tokenizer.
         """
         each = (
             [params or SamplingParams()] * len(prompts)
@@ -557,7 +621,10 @@ class Engine:
         )
         if len(each) != len(prompts):
             raise ConfigError(f"generate: {len(each)} params for {len(prompts)} prompts")
-        requests = [Request(self._ids(p), q) for p, q in zip(prompts, each, strict=True)]
+        images = [()] * len(prompts) if media is None else media
+        if len(images) != len(prompts):
+            raise ConfigError(f"generate: media for {len(images)} of {len(prompts)} prompts")
+        requests = [Request(self._ids(p), q, media=m) for p, q, m in zip(prompts, each, images, strict=True)]
         for request in requests:
             self.check_request(request)
         names: list[str] = []
@@ -580,6 +647,8 @@ class Engine:
         self,
         prompt: Sequence[int] | str,
         params: SamplingParams | None = None,
+        *,
+        media: Sequence[Media] = (),
         **sampling: Any,  # noqa: ANN401 - fields of SamplingParams
     ) -> Iterator[int]:
         """Yield the tokens of one request as they come: `stream(ids, max_new_tokens=16)`.
@@ -587,6 +656,7 @@ class Engine:
         Args:
             prompt: token ids, or text if the engine has a tokenizer.
             params: sampling parameters; or give them by name.
+            media: images of the prompt.
             sampling: fields of `SamplingParams`.
 
         Raises:
@@ -596,7 +666,7 @@ class Engine:
         """
         if params is not None and sampling:
             raise ConfigError(f"stream: give params or single fields, not both ({', '.join(sampling)})")
-        request = Request(self._ids(prompt), params or SamplingParams(**sampling))
+        request = Request(self._ids(prompt), params or SamplingParams(**sampling), media=media)
         self.check_request(request)
         return self._tokens(request)
 
@@ -676,7 +746,7 @@ class AsyncEngine:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         *,
-        media: Sequence[MediaKey] = (),
+        media: Sequence[Media] = (),
         priority: int = 0,
         namespace: str = "",
         timeout: float | None = None,

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from k3lib.cache import Lease, MediaKey
+    from k3lib.cache import Lease
     from k3lib.engine.grammar import Grammar, Matcher
+    from k3lib.engine.media import Media
     from k3lib.engine.sampler import TokenCounts
 
 __all__ = ["FinishReason", "Output", "Request", "RequestState", "SamplingParams", "StepOutput", "TokenLogprob"]
@@ -178,7 +179,8 @@ class Request:
         request_id: None lets the engine choose a name.
         priority: larger runs first and is preempted last.
         namespace: only what was cached under the same one is reused (an adapter, a tenant's salt).
-        media: spans of the prompt that are images, for the prefix cache.
+        media: its images, as patches (`PromptImage`) or as features (`MediaSpan`), each at its place in the expanded
+            prompt.
         timeout: seconds after which the request ends with "abort", wherever it is; None = the engine's.
         record_routes: report the experts that every token was routed to (computes the whole prompt anew).
     """
@@ -188,7 +190,7 @@ class Request:
     request_id: str | None = None
     priority: int = 0
     namespace: str = ""
-    media: Sequence[MediaKey] = ()
+    media: Sequence[Media] = ()
     timeout: float | None = None
     record_routes: bool = False
 

@@ -11,6 +11,7 @@ import torch
 from k3lib import ops
 from k3lib.batch import FeatureTap, RouteTap
 from k3lib.engine.grammar import allowed_tokens
+from k3lib.engine.media import PromptPart
 from k3lib.engine.sampler import Logprobs, Prepared, logprobs_of, sample, token_logprobs
 from k3lib.engine.verify import NO_TOKEN, NOT_FINITE, judge
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from k3lib.batch import Batch
     from k3lib.cache import HybridCache
     from k3lib.engine.graphs import DecodeGraphs
+    from k3lib.engine.media import MediaStore
     from k3lib.engine.request import RequestState, TokenLogprob
     from k3lib.engine.scheduler import StepPlan, Work
     from k3lib.model import KimiK3ForCausalLM
@@ -94,6 +96,7 @@ class Runner:
         strict: bool = False,
         one_by_one: bool = False,
         graphs: DecodeGraphs | None = None,
+        media: MediaStore | None = None,
         tap: FeatureTap | None = None,
         accept: Literal["chain", "block"] = "chain",
         simulate: float | None = None,
@@ -107,6 +110,7 @@ class Runner:
             strict: refuse slow references on an accelerator.
             one_by_one: give the model one request at a time, so that the company of a request changes nothing.
             graphs: replay decode and verify steps; None runs all eagerly.
+            media: encodes images and puts them into prompts; None = there are none.
             tap: what a draft wants of hidden states.
             accept: rule of verify steps for draft tokens that were drawn.
             simulate: tokens that verify steps give on average, whatever was proposed; None = what is right.
@@ -117,6 +121,7 @@ class Runner:
         self.strict = strict
         self.one_by_one = one_by_one
         self.graphs = graphs
+        self.media = media
         self.tap = tap
         self.accept: Literal["chain", "block"] = accept
         self.simulate = simulate
@@ -214,6 +219,9 @@ class Runner:
                 return logits.clone() if self.one_by_one else logits, batch.seq_lens, _parts(features, batch)
         tap = None if self.tap is None else dataclasses.replace(self.tap, out=None)
         options: dict[str, Any] = {} if tap is None else {"taps": tap}
+        embeds = self._embed(group, starts, batch) if mode == "prefill" else None
+        if embeds is not None:
+            options["inputs_embeds"] = embeds
         hidden = None
         if wants_prompt:
             hidden = self.model.hidden(batch, self.cache, **options)
@@ -229,6 +237,16 @@ class Runner:
             if batch.routes is not None and work.state.request.record_routes:
                 routes.append((work.state, start, batch.routes.ids[rows]))
         return logits, batch.seq_lens, _parts(None if tap is None else tap.out, batch)
+
+    def _embed(self, group: Sequence[Work], starts: Sequence[int], batch: Batch) -> Tensor | None:
+        """Embeddings of a step that images fall into."""
+        if self.media is None:
+            return None
+        parts = [
+            PromptPart(work.state.number, work.state.request.media, start, start + len(work.ids))
+            for work, start in zip(group, starts, strict=True)
+        ]
+        return self.media.embed(batch, parts)
 
     def _score_prompt(
         self, work: Work, start: int, hidden: Tensor, prompts: list[tuple[RequestState, list[int], Logprobs]]

@@ -268,7 +268,10 @@ class Scheduler:
             request = state.request
             try:
                 state.lease = self.cache.open(
-                    state.tokens, namespace=self.tag + request.namespace, media=request.media, reuse=_reuses(state)
+                    state.tokens,
+                    namespace=self.tag + request.namespace,
+                    media=[image.key for image in request.media],
+                    reuse=_reuses(state),
                 )
             except CapacityError:
                 return

@@ -9,6 +9,7 @@ from k3lib.layers.linear import K3Module, Linear, Shard, VocabEmbedding
 from k3lib.layers.mla import GatedMLA
 from k3lib.layers.mlp import SiTUMLP
 from k3lib.layers.norm import GatedRMSNorm, RMSNorm
+from k3lib.layers.vision import VisionProjector, VisionTower
 
 __all__ = [
     "AttnRes",
@@ -25,5 +26,7 @@ __all__ = [
     "Router",
     "Shard",
     "SiTUMLP",
+    "VisionProjector",
+    "VisionTower",
     "VocabEmbedding",
 ]

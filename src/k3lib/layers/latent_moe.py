@@ -13,9 +13,13 @@ from k3lib import ops
 from k3lib.layers.linear import K3Module, Linear, Shard, parameter, shard_range, wide_dtype
 from k3lib.layers.mlp import SiTUMLP
 from k3lib.layers.norm import RMSNorm
+from k3lib.parallel.ep import ExpertSpread, choose_places
 from k3lib.parallel.group import LOCAL, Group
+from k3lib.parallel.sp import TokenShards
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from k3lib.batch import RouteTap
@@ -62,6 +66,10 @@ class Experts(K3Module):
 
     A store (`set_packed`) is packed weights, decoded only inside the `experts` op, or reads experts when they are
     chosen. It is no parameter: neither `parameters()` nor `state_dict()` has it.
+
+    Attributes:
+        held: the experts of this rank, in the order of the stack.
+        first_place: number of the first of them over all ranks; without copies, of the expert itself.
     """
 
     def __init__(
@@ -69,19 +77,34 @@ class Experts(K3Module):
         config: LatentMoEConfig,
         *,
         tp: Group = LOCAL,
+        spread: ExpertSpread | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        """Make the layer.
+
+        Args:
+            config: of the mixture.
+            tp: ranks that share the width of every expert and see the same tokens.
+            spread: any other way over ranks; then `tp` is not looked at.
+            dtype: of the weights.
+            device: of the weights.
+        """
         super().__init__()
         self.config = config
-        self.tp = tp
+        self.spread = spread = spread or ExpertSpread(tp=tp, reduce=tp)
+        self.tp = spread.tp
+        self.held = spread.held(config.num_experts)
+        self.first_place = spread.ep.rank * len(self.held)
         self.rule = Shard(0, what="the intermediate width of the experts")
-        self.begin, self.end = shard_range(config.intermediate_size, tp, self.rule)
+        self.begin, self.end = shard_range(config.intermediate_size, self.tp, self.rule)
         local, width = self.end - self.begin, config.expert_width
         # w1 and w3 are cut by themselves, then stacked: the loader places the parts
-        self.w13 = parameter(config.num_experts, 2 * local, width, dtype=dtype, device=device)
-        self.w2 = parameter(config.num_experts, width, local, dtype=dtype, device=device)
+        self.w13 = parameter(len(self.held), 2 * local, width, dtype=dtype, device=device)
+        self.w2 = parameter(len(self.held), width, local, dtype=dtype, device=device)
         self.packed: ops.ExpertStore | None = None
+        # which copy of an expert a token takes; small, and made where it is needed
+        self._places = None if spread.placement is None else spread.placement.table()
 
     def set_packed(self, weights: ops.ExpertStore) -> None:
         """Hold packed weights, or what fetches experts, instead of parameters."""
@@ -92,7 +115,9 @@ class Experts(K3Module):
     @property
     def weights(self) -> ops.ExpertStore:
         """The canonical weights that the op takes."""
-        return self.packed if self.packed is not None else ops.ExpertWeights(self.w13, self.w2)
+        if self.packed is not None:
+            return self.packed
+        return ops.ExpertWeights(self.w13, self.w2, first_expert=self.first_place)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Experts:  # noqa: ANN401 - torch's signature
         super()._apply(fn, recurse)
@@ -100,9 +125,19 @@ class Experts(K3Module):
             self.packed.to(fn(torch.zeros(1)).device)  # never cast: the bytes are codes
         return self
 
-    def forward(self, x: Tensor, routing: ops.Routing) -> Tensor:
-        """Weighted sum over the chosen experts of `[T, L]`; partial sums of the ranks are reduced here."""
-        return self.tp.all_reduce(ops.experts(x, routing.ids, routing.weights, self.weights, act_fn=self.config.act))
+    def forward(self, x: Tensor, routing: ops.Routing, *, counts: Sequence[int] = ()) -> Tensor:
+        """Weighted sum over the chosen experts of `[T, L]`, complete on every rank.
+
+        Args:
+            x: `[T, L]`.
+            routing: the choice.
+            counts: tokens of every replica, if the experts serve several.
+        """
+        ids = routing.ids
+        if self._places is not None:
+            self._places = self._places.to(ids.device)
+            ids = choose_places(ids, self._places)
+        return self.spread.run(x, ids, routing.weights, self.weights, act_fn=self.config.act, counts=counts)
 
 
 class LatentMoE(K3Module):
@@ -113,45 +148,71 @@ class LatentMoE(K3Module):
         config: LatentMoEConfig,
         *,
         tp: Group = LOCAL,
+        spread: ExpertSpread | None = None,
+        shared: Group | None = None,
+        shard_latent: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        """Make the layer.
+
+        Args:
+            config: of the mixture.
+            tp: ranks that see the same tokens.
+            spread: how the routed experts lie over ranks; None cuts the width of every expert over `tp`.
+            shared: ranks that share the shared experts; None is `tp`. With experts that exchange by all-to-all the
+                tokens are sharded over `tp`, and gathered in this group.
+            shard_latent: cut the latent projections over `tp` and gather their outputs; False repeats them.
+            dtype: of the weights.
+            device: of the weights.
+        """
         super().__init__()
         self.config = c = config
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         self.gate = Router(c, **place)
+        self.latent_tp = tp if shard_latent else LOCAL
         if c.latent_size is not None:
-            self.routed_expert_down_proj = Linear(c.hidden_size, c.latent_size, **place)
+            cut: dict[str, Any] = {"cut": "out", "tp": tp} if shard_latent else {}
+            self.routed_expert_down_proj = Linear(c.hidden_size, c.latent_size, **cut, **place)
             if c.latent_norm:
                 self.routed_expert_norm = RMSNorm(c.latent_size, c.norm_eps, **place)
-            self.routed_expert_up_proj = Linear(c.latent_size, c.hidden_size, **place)
-        self.experts = Experts(c, tp=tp, **place)
+            self.routed_expert_up_proj = Linear(c.latent_size, c.hidden_size, **cut, **place)
+        self.experts = Experts(c, tp=tp, spread=spread, **place)
         if c.num_shared_experts:
-            self.shared_experts = SiTUMLP(c.hidden_size, c.shared_size, c.act, tp=tp, **place)
+            shared = tp if shared is None else shared
+            sharded = spread is not None and spread.exchange == "all_to_all"
+            # every rank has other tokens there: gathered in front of the shared experts, scattered by their sum
+            self._shared_tokens = TokenShards(shared if sharded else LOCAL)
+            tokens = self._shared_tokens if sharded else shared
+            self.shared_experts = SiTUMLP(c.hidden_size, c.shared_size, c.act, tp=tokens, **place)
 
-    def forward(self, x: Tensor, *, routes: RouteTap | None = None, moe_layer: int = 0) -> Tensor:
+    def forward(
+        self, x: Tensor, *, routes: RouteTap | None = None, moe_layer: int = 0, counts: Sequence[int] = ()
+    ) -> Tensor:
         """Apply to `[T, D]`.
 
         Args:
             x: the normed layer input.
             routes: record the chosen experts, or replay given ones.
             moe_layer: which entry of `routes` is this layer's.
+            counts: tokens of every replica, if the experts serve several.
         """
         routing = self.gate(x, routes.ids[:, moe_layer] if routes is not None and routes.replay else None)
         if routes is not None and not routes.replay:
             routes.ids[:, moe_layer] = routing.ids
-        routed = self._routed(x, routing)
+        routed = self._routed(x, routing, counts)
         if self.config.num_shared_experts:
-            routed = routed + self.shared_experts(x)
+            together = self._shared_tokens
+            routed = routed + self.shared_experts(together.gather(x, x.shape[0] * together.size))
         return routed
 
-    def _routed(self, x: Tensor, routing: ops.Routing) -> Tensor:
+    def _routed(self, x: Tensor, routing: ops.Routing, counts: Sequence[int]) -> Tensor:
         if self.config.latent_size is None:
-            plain: Tensor = self.experts(x, routing)
+            plain: Tensor = self.experts(x, routing, counts=counts)
             return plain
+        down = self.latent_tp.all_gather(self.routed_expert_down_proj(x), dim=-1)
         # the sum over all experts (and ranks) is complete before the norm
-        total = self.experts(self.routed_expert_down_proj(x), routing)
+        total = self.experts(down, routing, counts=counts)
         if self.config.latent_norm:
             total = self.routed_expert_norm(total)
-        up: Tensor = self.routed_expert_up_proj(total)
-        return up
+        return self.latent_tp.all_gather(self.routed_expert_up_proj(total), dim=-1)

@@ -43,11 +43,13 @@ class Shard:
         dim: the axis that is cut.
         unit: smallest cut along it, in elements of the decoded weight (a head, a quant group).
         what: name of the axis in error messages.
+        even: refuse parts of different size; else the last ones may be smaller.
     """
 
     dim: int
     unit: int = 1
     what: str = "dimension"
+    even: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,10 @@ def shard_range(size: int, group: Group, shard: Shard) -> tuple[int, int]:
         ConfigError: the ranks do not divide `size` into multiples of the unit; the message lists sizes that do.
     """
     units = size // shard.unit
+    most = -(-units // group.size)  # units of the largest part
+    if not shard.even and size % shard.unit == 0 and most * (group.size - 1) < units:
+        begin = group.rank * most * shard.unit
+        return begin, min(begin + most * shard.unit, size)
     if size % shard.unit or units % group.size:
         good = [n for n in range(1, units + 1) if units % n == 0] if size % shard.unit == 0 else []
         raise ConfigError(
@@ -148,6 +154,7 @@ class Linear(K3Module):
         *,
         cut: str | None = None,
         unit: int = 1,
+        even: bool = True,
         tp: Group = LOCAL,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -159,6 +166,7 @@ class Linear(K3Module):
             out_features: full width of the output.
             cut: "out" (columns of the result, no exchange), "in" (partial sums, reduced here) or None (replicated).
             unit: smallest cut along that side, for example a head.
+            even: refuse ranks with parts of different size.
             tp: ranks that share the layer.
             dtype: of the weight.
             device: of the weight.
@@ -166,7 +174,11 @@ class Linear(K3Module):
         super().__init__()
         self.tp = tp
         self.reduces = cut == "in"
-        shard = None if cut is None else Shard(0 if cut == "out" else 1, unit, f"the {cut}put width of a linear layer")
+        shard = (
+            None
+            if cut is None
+            else Shard(0 if cut == "out" else 1, unit, f"the {cut}put width of a linear layer", even)
+        )
         self.weight = parameter(out_features, in_features, dtype=dtype, device=device, shard=shard, tp=tp)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -254,7 +266,7 @@ class VocabEmbedding(K3Module):
         super().__init__()
         self.tp = tp
         self.vocab_size = vocab_size
-        rule = Shard(0, what="the vocabulary")
+        rule = Shard(0, what="the vocabulary", even=False)
         self.first, self.end = shard_range(vocab_size, tp, rule)
         self.weight = parameter(vocab_size, hidden_size, dtype=dtype, device=device, shard=rule, tp=tp)
 

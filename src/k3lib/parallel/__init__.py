@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
-from k3lib.parallel.ep import ep_experts
-from k3lib.parallel.group import LOCAL, Group, LocalGroup, RankView
-from k3lib.parallel.mesh import Mesh
+from k3lib.parallel.ep import ExpertSpread, Placement, ep_experts
+from k3lib.parallel.group import LOCAL, Group, LocalGroup, RankView, TorchGroup
+from k3lib.parallel.kcp import kda_context_parallel
+from k3lib.parallel.mesh import Mesh, ParallelConfig
+from k3lib.parallel.pp import StagePayload, stage_layers
+from k3lib.parallel.sp import TokenShards
 
-__all__ = ["LOCAL", "Group", "LocalGroup", "Mesh", "RankView", "ep_experts"]
+__all__ = [
+    "LOCAL",
+    "ExpertSpread",
+    "Group",
+    "LocalGroup",
+    "Mesh",
+    "ParallelConfig",
+    "Placement",
+    "RankView",
+    "StagePayload",
+    "TokenShards",
+    "TorchGroup",
+    "ep_experts",
+    "kda_context_parallel",
+    "stage_layers",
+]

@@ -150,11 +150,10 @@ def _engine_info(engine: "Engine") -> dict[str, Any]:
     """What the engine says of itself; runs between two of its steps."""
     stats = engine.stats()
     limits = stats.pop("limits")
-    cache = engine.cache.config
     memory = {"cache_bytes": engine.cache.pool.nbytes, "weight_bytes": _weight_bytes(engine)}
     return {
         "limits": limits,
-        "max_total_num_tokens": cache.num_pages * cache.page_size,
+        "max_total_num_tokens": engine.cache.config.num_pages * engine.cache.page_tokens,
         "max_running_requests": engine.scheduler.config.max_running,
         "memory": memory,
         "prefix_reuse": reuse_obstacle(engine) or "on",

@@ -231,6 +231,16 @@ class Plan:
     """Undo rejected tokens by replaying, not by keeping the state after each."""
     linear_replayssm_cache_len: int | None = None
     """Inputs recorded a slot for that; default 16."""
+    explain_layout: bool = False
+    """Say what the layout shards, and the bytes that a rank holds and sends; without a memory size nothing else."""
+    ep_size: int = 1
+    """For that: ranks over which whole experts are spread."""
+    moe_exchange: Literal["all_reduce", "all_to_all"] = "all_reduce"
+    """For that: how tokens and experts meet."""
+    shared_experts_tp_size: int | None = None
+    """For that: ranks that share the shared experts."""
+    shard_latent_projections: bool = False
+    """For that: cut the latent projections of the experts."""
 
     def run(self) -> int:
         from k3lib.cache.sizing import plan_memory
@@ -240,6 +250,10 @@ class Plan:
         config = (
             KimiK3Config.tiny() if self.model_path is None else KimiK3Config.from_hf(Folder(self.model_path).config())
         )
+        if self.explain_layout:
+            print(self._layout(config))
+            if self.rest_gib is None and self.gpu_memory_gib is None:
+                return 0
         window, draft_cell = self._draft(config)
         plan = plan_memory(
             config,
@@ -260,6 +274,23 @@ class Plan:
         for warning in plan.warnings:
             print(f"warning: {warning}")
         return 0
+
+    def _layout(self, config: KimiK3Config) -> str:
+        from k3lib.parallel import ParallelConfig
+        from k3lib.server.layouts import explain_layout
+
+        layout = ParallelConfig(
+            tp_size=self.tp_size,
+            dp_size=self.dp_size,
+            dcp_size=self.dcp_size,
+            ep_size=self.ep_size,
+            pp_size=self.pp_size,
+            moe_exchange=self.moe_exchange,
+            shared_experts_tp_size=self.shared_experts_tp_size,
+            shard_latent_projections=self.shard_latent_projections,
+        )
+        dtypes = {"kv_cache_dtype": self.kv_cache_dtype, "mamba_ssm_dtype": self.mamba_ssm_dtype}
+        return explain_layout(config, layout, **dtypes)
 
     def _shared(self) -> dict[str, Any]:
         """What the plan and the ratio are both asked with."""

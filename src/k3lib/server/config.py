@@ -9,7 +9,10 @@ import tyro  # noqa: TC002 - tyro itself reads the annotations
 
 from k3lib.engine.config import EngineConfig
 from k3lib.errors import ConfigError
+from k3lib.parallel import ParallelConfig
+from k3lib.server.image_input import ImageLimits
 from k3lib.server.logs import LogFormat  # noqa: TC001 - tyro reads it
+from k3lib.server.vision import VisionFlags
 from k3lib.spec.proposer import SpecConfig
 
 __all__ = ["ApiConfig", "CompatibilityConfig", "ModelConfig", "NetworkConfig", "ServeConfig", "SpeculationConfig"]
@@ -49,6 +52,8 @@ class NetworkConfig:
     """After SIGTERM or SIGINT: seconds for running requests to end; new ones get 503. A second signal ends at once."""
     watchdog_timeout: float = 300.0
     """End the process if one step of the engine takes so many seconds; 0 waits for ever."""
+    rank_timeout: float = 30.0
+    """With many ranks: end if another one gives no sign of life for so many seconds."""
     log_level: Literal["debug", "info", "warning", "error"] | None = None
     """Default: K3LIB_LOG, or info."""
     log_format: LogFormat = "text"
@@ -60,6 +65,8 @@ class NetworkConfig:
         for name in ("drain_timeout", "watchdog_timeout"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if not self.rank_timeout > 0:
+            raise ConfigError(f"rank_timeout must be > 0, got {self.rank_timeout}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,5 +191,8 @@ class ServeConfig:
     network: tyro.conf.OmitArgPrefixes[NetworkConfig] = field(default_factory=NetworkConfig)
     api: tyro.conf.OmitArgPrefixes[ApiConfig] = field(default_factory=ApiConfig)
     engine: tyro.conf.OmitArgPrefixes[EngineConfig] = field(default_factory=EngineConfig)
+    vision: tyro.conf.OmitArgPrefixes[VisionFlags] = field(default_factory=VisionFlags)
+    images: tyro.conf.OmitArgPrefixes[ImageLimits] = field(default_factory=ImageLimits)
     speculation: tyro.conf.OmitArgPrefixes[SpeculationConfig] = field(default_factory=SpeculationConfig)
+    parallel: tyro.conf.OmitArgPrefixes[ParallelConfig] = field(default_factory=ParallelConfig)
     compatibility: tyro.conf.OmitArgPrefixes[CompatibilityConfig] = field(default_factory=CompatibilityConfig)

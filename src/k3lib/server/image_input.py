@@ -16,9 +16,9 @@ import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from k3lib.cache.prefix import MediaKey
+from k3lib.engine.media import PromptImage
 from k3lib.errors import ConfigError, RequestError
 from k3lib.server.download import download
 from k3lib.server.image_parts import shortened
@@ -96,29 +96,6 @@ class OpenedImage:
         return image_prompt(self.width, self.height)
 
 
-class PromptImage(NamedTuple):
-    """An image at its place in the prompt, as the engine takes it.
-
-    Attributes:
-        position: of its first token in the expanded prompt.
-        length: its tokens.
-        digest: tells it apart in the prefix cache.
-        patches: `[n, 3, p, p]` in float32.
-        grid_thw: its grid.
-    """
-
-    position: int
-    length: int
-    digest: bytes
-    patches: torch.Tensor
-    grid_thw: tuple[int, int, int]
-
-    @property
-    def key(self) -> MediaKey:
-        """Its name in the prefix cache."""
-        return MediaKey(self.position, self.length, self.digest)
-
-
 def expand_images(ids: Sequence[int], images: Sequence[OpenedImage], pad_id: int) -> tuple[list[int], list[int]]:
     """Repeat the placeholder of each image once for every token of it.
 
@@ -160,12 +137,29 @@ class ImageReader:
     """
 
     def __init__(
-        self, config: ImageConfig = DEFAULT, limits: ImageLimits | None = None, *, num_threads: int = 8
+        self,
+        config: ImageConfig = DEFAULT,
+        limits: ImageLimits | None = None,
+        *,
+        num_threads: int = 8,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        """Start no thread yet.
+
+        Args:
+            config: how an image becomes patches.
+            limits: which images requests may carry.
+            num_threads: requests whose images are read at the same time.
+            dtype: of the patches, rounded here to spare the engine's thread; None leaves them in float32.
+
+        Raises:
+            ConfigError: Pillow is not installed.
+        """
         if find_spec("PIL") is None:
             raise ConfigError("images need Pillow: pip install k3lib[server]")
         self.config = config
         self.limits = limits or ImageLimits()
+        self._dtype = dtype
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="k3lib-images")
         # an image at the limit of pixels takes up to 1 GB while it is resized
         self._decoding = threading.BoundedSemaphore(2)
@@ -255,7 +249,8 @@ class ImageReader:
             decoded.load()
             if decoded.size != (image.width, image.height):
                 raise ValueError(f"its header says {image.width} x {image.height}, its pixels {decoded.size}")
-            return preprocess_image(decoded, self.config)
+            patches, grid = preprocess_image(decoded, self.config)
+            return patches if self._dtype is None else patches.to(self._dtype), grid
 
 
 def _check_bytes(count: int, most: int, place: str) -> None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import logging
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from k3lib.checkpoint import Folder
+from k3lib.checkpoint import VISION_ROOTS, Folder
+from k3lib.config import KimiK3Config
 from k3lib.errors import ConfigError
 from k3lib.model import KimiK3ForCausalLM
+from k3lib.multimodal import KimiK3ForConditionalGeneration
 from k3lib.ops.target import Target
-from k3lib.server.tiny import tiny_model
+from k3lib.server.tiny import add_vision, tiny_model
 from k3lib.server.tokenizer import Tokenizer, load_tokenizer
 
+if TYPE_CHECKING:
+    from k3lib.parallel import Mesh
+
 __all__ = ["load_model", "tokenizer_for"]
+
+logger = logging.getLogger(__name__)
 
 DType = Literal["auto", "float32", "bfloat16"]
 
@@ -25,6 +33,17 @@ def _device(asked: str | None, *, built_in: bool) -> str:
     return "cuda" if platform == "rocm" else platform
 
 
+def _sees(path: str, revision: str | None) -> bool:
+    """Whether a checkpoint has a vision tower."""
+    folder = Folder(path, revision=revision)
+    if KimiK3Config.from_hf(folder.config()).vision is None:
+        return False
+    if any(name.startswith(VISION_ROOTS) for name in folder.tensors()):
+        return True
+    logger.warning("%s has a vision_config but no vision tensors: it runs as a text model", path)
+    return False
+
+
 def load_model(
     path: str | None,
     *,
@@ -33,7 +52,9 @@ def load_model(
     layers: int | None = None,
     revision: str | None = None,
     resident_experts: int | None = None,
-) -> KimiK3ForCausalLM:
+    vision: bool = False,
+    mesh: Mesh | None = None,
+) -> KimiK3ForCausalLM | KimiK3ForConditionalGeneration:
     """Load a checkpoint, or make the built-in tiny model.
 
     Args:
@@ -43,6 +64,8 @@ def load_model(
         layers: run only the first so many.
         revision: of a hub name.
         resident_experts: see `KimiK3ForCausalLM.from_pretrained`.
+        vision: with its vision tower, if it has one.
+        mesh: ranks that share the model.
 
     Raises:
         ConfigError: an option that needs a path.
@@ -52,17 +75,23 @@ def load_model(
     if path is not None:
         options: dict[str, Any] = {} if resident_experts is None else {"resident_experts": resident_experts}
         some = None if layers is None else range(layers)
-        return KimiK3ForCausalLM.from_pretrained(
-            path, dtype=wanted, device=where, layers=some, revision=revision, **options
-        )
+        if mesh is not None and mesh.world.size > 1:
+            options["mesh"] = mesh
+        kind = KimiK3ForConditionalGeneration if vision and _sees(path, revision) else KimiK3ForCausalLM
+        return kind.from_pretrained(path, dtype=wanted, device=where, layers=some, revision=revision, **options)
     for flag, value in (("layers", layers), ("revision", revision), ("resident-experts", resident_experts)):
         if value is not None:
             raise ConfigError(f"--{flag} needs --model-path")
-    return tiny_model(dtype=wanted or (torch.float32 if where == "cpu" else torch.bfloat16)).to(where)
+    model = tiny_model(dtype=wanted or (torch.float32 if where == "cpu" else torch.bfloat16)).to(where)
+    return add_vision(model) if vision else model
 
 
 def tokenizer_for(
-    model_path: str | None, asked: str | None, model: KimiK3ForCausalLM, *, revision: str | None = None
+    model_path: str | None,
+    asked: str | None,
+    model: KimiK3ForCausalLM | KimiK3ForConditionalGeneration,
+    *,
+    revision: str | None = None,
 ) -> Tokenizer:
     """Find the tokenizer of a model: the one that was asked for, the one beside the weights, or the one of bytes.
 

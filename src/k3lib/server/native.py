@@ -17,6 +17,8 @@ from k3lib.server.chat_completions import render_in_thread
 from k3lib.server.completions import encode_prompts
 from k3lib.server.events import event, json_answer, stream
 from k3lib.server.failures import AbortedError
+from k3lib.server.image_input import expand_images
+from k3lib.server.image_parts import ImagePart
 from k3lib.server.logprobs import generate_logprobs
 from k3lib.server.schemas import (
     MAX_PROMPTS,
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
     from fastapi import Request
     from starlette.responses import Response
 
+    from k3lib.engine.media import PromptImage
     from k3lib.server.answers import Run
+    from k3lib.server.image_input import OpenedImage
     from k3lib.server.served import Served
 
 __all__ = ["answer_generate", "detokenize", "tokenize", "tokenizer_info"]
@@ -46,19 +50,25 @@ DEFAULT_NEW_TOKENS = 128
 async def answer_generate(served: Served, body: GenerateRequest, http: Request) -> Response:
     """Answer a request in the form of sglang's own endpoint."""
     body.refuse_unsupported()
-    if body.image_data is not None:
-        raise RequestError("this version does not accept images", param="image_data")
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("give either text or input_ids", param="text")
     field = "input_ids" if body.text is None else "text"
     given = body.input_ids if body.text is None else body.text
     prompts = await asyncio.to_thread(encode_prompts, given or "", served.tok, field)
+    images: list[OpenedImage] = []
+    if body.image_data is not None:
+        prompts, images, positions = await _with_images(served, body.image_data, prompts)
     each = _params_of(body, len(prompts))
     rid = body.rid or new_rid("")
     answers = _answers(served, body, [Prompt(ids, field) for ids in prompts], each)
     is_one = len(answers) == 1 and (isinstance(given, str) or not isinstance((given or [[]])[0], str | list))
     writer = _Writer(served, body, rid, is_one=is_one)
-    run = served.start(answers, body, rid)
+    media: list[PromptImage] = []
+    if images and served.images is not None:
+        if len(answers[0].prompt_ids) != len(prompts[0]):
+            raise RequestError("a prompt with images cannot be cut", param=field)
+        media = await served.images.run(served.images.load, images, positions)
+    run = served.start(answers, body, rid, media=media)
     if body.stream:
         return await stream(writer.events(run, http), rid)
     why = None
@@ -68,6 +78,28 @@ async def answer_generate(served: Served, body: GenerateRequest, http: Request) 
         why = str(error)
     results = [writer.result(run, answer, why) for answer in answers]
     return json_answer(results[0] if is_one else results, rid)
+
+
+async def _with_images(
+    served: Served, image_data: object, prompts: Sequence[list[int]]
+) -> tuple[list[list[int]], list[OpenedImage], list[int]]:
+    """Read the headers of images and make room for them in a prompt, which has a `<|media_pad|>` for each."""
+    if served.images is None:
+        raise RequestError(
+            "this server does not accept images: it runs without a vision tower, so send text only", param="image_data"
+        )
+    urls = image_data if isinstance(image_data, list) else [image_data]
+    if not urls or not all(isinstance(url, str) for url in urls):
+        raise RequestError("image_data must be the URL of an image, or a list of them", param="image_data")
+    if len(prompts) != 1:
+        raise RequestError(f"image_data goes with one prompt, got {len(prompts)}", param="image_data")
+    parts = [ImagePart(f"image_data[{i}]", url) for i, url in enumerate(urls)]
+    images = await served.images.run(served.images.open, parts)
+    try:
+        ids, positions = expand_images(prompts[0], images, served.tok.special["<|media_pad|>"])
+    except RequestError as error:
+        raise RequestError(str(error), param="image_data") from error
+    return [ids], images, positions
 
 
 def _params_of(body: GenerateRequest, count: int) -> list[GenerateParams]:

@@ -9,7 +9,7 @@ import gc
 import logging
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 
@@ -20,13 +20,17 @@ from k3lib.engine.grammar import is_available
 from k3lib.errors import ConfigError
 from k3lib.server.admin import reuse_obstacle
 from k3lib.server.app import create_app
+from k3lib.server.joining import follow_rank_0, joined
 from k3lib.server.loading import load_model, tokenizer_for
+from k3lib.server.vision import image_reader, low_memory_profile
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from fastapi import FastAPI
 
+    from k3lib.model import KimiK3ForCausalLM
+    from k3lib.parallel import Mesh
     from k3lib.server.config import NetworkConfig, ServeConfig
     from k3lib.server.served import Served
 
@@ -40,18 +44,37 @@ _LAST_WORDS = 5  # seconds for connections to close once their answers are out
 
 
 def run_server(config: ServeConfig) -> int:
-    """Serve until a signal comes; returns the exit status."""
+    """Serve until a signal comes; returns the exit status. Of many ranks rank 0 serves, and the others follow it."""
+    where, timeout = config.model, config.network.rank_timeout
+    with joined(config.parallel, device=where.device, model_path=where.model_path, timeout_s=timeout) as mesh:
+        return _run(config, mesh)
+
+
+def _run(config: ServeConfig, mesh: Mesh) -> int:
     where = config.model
+    alone = mesh.world.size == 1
+    if not (alone or config.vision.language_model_only):
+        logger.info("%d ranks serve text only: images need one rank", mesh.world.size)
     model = load_model(
         where.model_path,
         dtype=where.dtype,
         device=where.device,
         revision=where.revision,
         resident_experts=where.resident_experts,
+        vision=alone and not config.vision.language_model_only,
+        mesh=mesh,
     )
     tok = tokenizer_for(where.model_path, where.tokenizer_path, model, revision=where.revision)
+    images = image_reader(model, tok, config.images, model_path=where.model_path, revision=where.revision)
     rules = _engine_config(config.engine, is_built_in=where.model_path is None)
-    engine = Engine(model, dataclasses.replace(rules, spec=config.speculation.spec()), tokenizer=tok)
+    if config.vision.low_memory:
+        rules, notes = low_memory_profile(rules, model.config.text.max_position_embeddings)
+        for note in notes:
+            logger.info("low memory: %s", note)
+    rules = dataclasses.replace(rules, spec=config.speculation.spec())
+    if mesh.world.rank:
+        return follow_rank_0(cast("KimiK3ForCausalLM", model), rules)
+    engine = Engine(model, rules, tokenizer=tok)
     _say_grammars(required=config.api.require_grammar)
     name = where.served_model_name or where.model_path or BUILT_IN
     _banner(name, engine)
@@ -66,8 +89,16 @@ def run_server(config: ServeConfig) -> int:
     gc.collect()
     gc.freeze()  # the model lives as long as the process; do not walk it again and again
     runner = AsyncEngine(engine)
-    info = {"arguments": _arguments(config), "kernels": decisions(model).split("\n")}
-    app = create_app(runner, tok, model_name=name, max_model_len=engine.context_length, config=config.api, info=info)
+    info = {"arguments": _arguments(config), "kernels": decisions(engine.model).split("\n")}
+    app = create_app(
+        runner,
+        tok,
+        model_name=name,
+        max_model_len=engine.context_length,
+        config=config.api,
+        info=info,
+        images=images,
+    )
     server = _Server(app, config.network, name)
     watchdog = _Watchdog(runner, app.state.served, config.network.watchdog_timeout)
     try:
@@ -75,6 +106,9 @@ def run_server(config: ServeConfig) -> int:
     finally:
         watchdog.stop()
         runner.close()
+        engine.close()
+        if images is not None:
+            images.close()
     return 0 if server.started else 1
 
 

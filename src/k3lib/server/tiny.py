@@ -15,6 +15,7 @@ from k3lib.config import KimiK3Config, tiny_hf_config
 from k3lib.export import vision_layout
 from k3lib.layers.linear import fuse
 from k3lib.model import KimiK3ForCausalLM
+from k3lib.multimodal import KimiK3ForConditionalGeneration
 from k3lib.spec import DraftConfig, make_draft
 from k3lib.spec.draft_files import BUNDLE
 from k3lib.stored import SINGLE
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["make_tiny", "make_tiny_draft", "tiny_draft_config", "tiny_model"]
+__all__ = ["add_vision", "make_tiny", "make_tiny_draft", "tiny_draft_config", "tiny_model"]
 
 
 def _tiny_config() -> KimiK3Config:
@@ -71,6 +72,23 @@ def tiny_model(seed: int = 0, *, dtype: torch.dtype = torch.bfloat16) -> KimiK3F
     return model.eval()
 
 
+def _vision_weights(model: KimiK3ForCausalLM, seed: int) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(seed + 1)
+    assert model.config.vision is not None, "the miniature has a tower"
+    layout = vision_layout(model.config.vision)
+    return {name: _fill(name, shape, torch.bfloat16, random) for name, shape in layout.items()}
+
+
+def add_vision(model: KimiK3ForCausalLM, seed: int = 0) -> KimiK3ForConditionalGeneration:
+    """Give the tiny model the vision tower that `make_tiny` writes for the same seed."""
+    whole = KimiK3ForConditionalGeneration.of(model)
+    with torch.no_grad():
+        for name, values in _vision_weights(model, seed).items():
+            whole.get_parameter(name).copy_(values)
+    whole.requires_grad_(requires_grad=False)
+    return whole.eval()
+
+
 def make_tiny(
     out: str | PathLike[str],
     *,
@@ -93,10 +111,8 @@ def make_tiny(
     """
     model = tiny_model(seed)
     extra: dict[str, Tensor] = {}
-    if vision and model.config.vision is not None:
-        random = torch.Generator().manual_seed(seed + 1)
-        layout = vision_layout(model.config.vision)
-        extra = {name: _fill(name, shape, torch.bfloat16, random) for name, shape in layout.items()}
+    if vision:
+        extra = _vision_weights(model, seed)
     model.save_pretrained(out, experts="mxfp4" if mxfp4 else "bf16", extra=copy.copy(extra))
     if draft is not None:
         make_tiny_draft(Path(out) / BUNDLE, draft, seed=seed)

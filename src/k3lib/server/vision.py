@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from k3lib.checkpoint import Folder
 from k3lib.engine.config import EngineConfig
@@ -43,21 +43,25 @@ def low_memory_profile(config: EngineConfig, positions: int) -> tuple[EngineConf
         config: as the flags say.
         positions: the model's longest context.
     """
-    running = config.max_running_requests
-    wanted = {
-        "image_cache_bytes": (0, "features of images leave as soon as their prompt is computed"),
-        "context_length": (max(1, positions // 2), f"half of the model's {positions} positions"),
-        "max_running_requests": (LOW_MEMORY_RUNNING if running is None else running, "requests at a time"),
+    half = max(1, positions // 2)
+    small = dataclasses.replace(
+        config, image_cache_bytes=0, context_length=half, max_running_requests=LOW_MEMORY_RUNNING
+    )
+    whys = {
+        "image_cache_bytes": "features of images leave as soon as their prompt is computed",
+        "context_length": f"half of the model's {positions} positions",
+        "max_running_requests": "requests at a time",
     }
-    defaults, changes, notes = EngineConfig(), {}, []
-    for name, (value, why) in wanted.items():
+    kept: dict[str, Any] = {}
+    notes = []
+    for name, why in whys.items():
         given = getattr(config, name)
-        if given == getattr(defaults, name):
-            changes[name] = value
-            notes.append(f"{name} = {value}: {why}")
+        if given == getattr(EngineConfig(), name):
+            notes.append(f"{name} = {getattr(small, name)}: {why}")
         else:
+            kept[name] = given
             notes.append(f"{name} stays {given}, as given")
-    return dataclasses.replace(config, **changes), notes
+    return dataclasses.replace(small, **kept), notes
 
 
 def image_reader(
@@ -85,7 +89,7 @@ def image_reader(
     pad, expected = tok.special["<|media_pad|>"], model.config.media_placeholder_token_id
     if pad != expected:
         logger.warning(
-            "<|media_pad|> is %d in the tokenizer and media_placeholder_token_id=%d in config.json: the tokenizer counts",
+            "<|media_pad|> is %d in the tokenizer, media_placeholder_token_id=%d in config.json: the tokenizer counts",
             pad,
             expected,
         )
@@ -93,4 +97,4 @@ def image_reader(
     if model_path is not None:
         file = Folder(model_path, revision=revision).file("preprocessor_config.json")
         config = read_image_config(file, model.config.vision)
-    return ImageReader(config, limits)
+    return ImageReader(config, limits, dtype=model.dtype)
