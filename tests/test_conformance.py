@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_everything_that_runs_here_conforms(dtype):
-    results = conformance.run(device=CPU, dtypes=[dtype])
+    results = conformance.run(device="cpu", dtypes=[dtype])
     assert [r for r in results if r.outcome == "FAILED"] == []
     assert {r.impl for r in results if r.outcome == "ok"} == {"cpu"}
 
@@ -94,6 +94,25 @@ def test_rows_of_nobody_are_guarded():
     assert "belongs to nobody" in result.detail
 
 
+def test_a_verify_step_keeps_the_state_and_writes_its_tokens_alone():
+    op = ops()["kda_recurrent"]
+    reference = op.implementations()[-1]
+    sizes = {"lengths": [2, 1], "heads": 1, "key": 4, "value": 4, "verify": "replay", "entries": 3}
+    trial = make_trial("kda_recurrent", dtype=torch.float32, **sizes)
+
+    def check(change):
+        def run(*args, **kwargs):
+            out = op.reference(*args, **kwargs)
+            change(kwargs)
+            return out
+
+        return conformance.check(op, dataclasses.replace(reference, run=run), trial, CPU, torch.float32).detail
+
+    assert "state: an input was changed" in check(lambda given: given["state"].add_(1))
+    assert "verify.k: a row was written" in check(lambda given: given["verify"].k[1, 1:].zero_())
+    assert "verify.log_decay: error ratio" in check(lambda given: given["verify"].log_decay[0, 0].mul_(1.1))
+
+
 def test_trials_are_reproducible_and_copied():
     one, two = (make_trial("experts", seed=3, tokens=4, format="mxfp4") for _ in range(2))
     assert torch.equal(one.args["prepared"].w13, two.args["prepared"].w13)
@@ -121,6 +140,17 @@ def test_bench_times_what_it_checked(capsys):
     assert "x floor" in bench.table(found)
     with pytest.raises(ConfigError, match="no case of nothing"):
         bench.run(["nothing"], device=CPU)
+
+
+def test_calls_in_turn_share_experts_and_ask_for_others():
+    trial = make_trial("experts", tokens=3, experts=8, top_k=2, width=64, intermediate=32)
+    copies = [bench._copy(trial, i, CPU) for i in range(3)]
+    assert all(copy["prepared"] is trial.args["prepared"] for copy in copies)
+    assert copies[0]["ids"] is trial.args["ids"]
+    assert not copies[1]["ids"].equal(copies[2]["ids"])
+    assert 0 <= int(copies[2]["ids"].min()) <= int(copies[2]["ids"].max()) < 8
+    other = make_trial("rms_norm", tokens=3)
+    assert bench._copy(other, 1, CPU)["x"] is not other.args["x"]
 
 
 def test_bench_does_not_time_what_is_wrong():

@@ -41,8 +41,13 @@ class Case:
     sizes: dict[str, Any]
 
 
-def _recurrent(op: str, name: str, lengths: list[int], heads: int) -> Case:
-    return Case(op=op, name=f"{name} H={heads}", sizes={"lengths": lengths, "heads": heads})
+def _recurrent(op: str, name: str, lengths: list[int], heads: int, **more: str) -> Case:
+    return Case(op=op, name=f"{name} H={heads}", sizes={"lengths": lengths, "heads": heads, **more})
+
+
+def _replay(requests: int, layers: int) -> Case:
+    sizes = {"counts": [8] * requests, "layers": layers, "heads": 12}
+    return Case(op="kda_replay", name=f"{requests} x 8, layers {layers} H=12", sizes=sizes)
 
 
 def _moe(tokens: int, inner: int) -> Case:
@@ -50,9 +55,9 @@ def _moe(tokens: int, inner: int) -> Case:
     return Case(op="experts", name=f"{tokens} tokens, I={inner}", sizes=sizes)
 
 
-def _latent(requests: int, context: int, heads: int) -> Case:
-    sizes = {"contexts": [context] * requests, "heads": heads}
-    return Case(op="mla_decode", name=f"{requests} x {context} H={heads}", sizes=sizes)
+def _latent(requests: int, context: int, heads: int, note: str = "", **more: Any) -> Case:  # noqa: ANN401 - sizes
+    sizes = {"contexts": [context] * requests, "heads": heads, **more}
+    return Case(op="mla_decode", name=f"{requests} x {context} H={heads}{note}", sizes=sizes)
 
 
 CASES: tuple[Case, ...] = (
@@ -60,10 +65,15 @@ CASES: tuple[Case, ...] = (
     _recurrent("kda_chunk", "8 x 1024", [1024] * 8, 12),
     _recurrent("kda_chunk", "1 x 65536", [65536], 12),
     *(_recurrent("kda_mixer", f"decode {n}", [1] * n, heads) for heads in (6, 12, 96) for n in (1, 32, 256)),
+    *(_recurrent("kda_mixer", f"verify {n} x 8", [8] * n, 12, verify="replay") for n in (1, 32, 256)),
+    _recurrent("kda_mixer", "verify, states 32 x 8", [8] * 32, 12, verify="states"),
+    *(_replay(n, layers) for n, layers in ((32, 1), (32, 8), (256, 1))),
     Case(op="short_conv", name="8192 tokens H=12", sizes={"lengths": [8192], "channels": 12 * 384}),
     _latent(1, 8192, 12),
     _latent(32, 8192, 12),
     _latent(8, 131072, 96),
+    _latent(32, 8192, 12, " x 8", per_request=8),
+    _latent(32, 8192, 12, " fp8", pages=torch.float8_e4m3fn),
     *(
         Case(op="attention_varlen", name=f"8192 tokens H={heads}", sizes={"lengths": [8192], "heads": heads})
         for heads in (12, 96)
@@ -165,7 +175,7 @@ def measure(calls: Sequence[Callable[[], object]], device: torch.device, *, repe
 def run(
     names: Sequence[str] = (),
     *,
-    device: torch.device,
+    device: torch.device | str,
     impls: Sequence[str] = (),
     cases: Sequence[Case] = CASES,
     checks: bool = True,
@@ -188,6 +198,7 @@ def run(
     """
     if unknown := sorted(set(names) - {case.op for case in cases}):
         raise ConfigError(f"bench has no case of {', '.join(unknown)}")
+    device = torch.device(device)
     ceilings = Ceilings.of(device)
     found = []
     for case in tqdm([c for c in cases if not names or c.op in names], desc="bench", disable=not progress):
@@ -201,6 +212,17 @@ def run(
     return found
 
 
+def _copy(trial: Trial, number: int, device: torch.device) -> dict[str, Any]:
+    """Arguments for one of several calls in turn. Experts are many: copies share them, and each asks for others."""
+    if not number:
+        return trial.args
+    if trial.op != "experts":
+        return moved(trial, device).args
+    store = trial.args["prepared"]
+    ids = (trial.args["ids"] - store.first_expert + 41 * number) % store.num_experts + store.first_expert
+    return {**trial.args, "ids": ids}
+
+
 def _time(
     op: Op[Any, Any], impl: Impl, case: Case, trial: Trial, ceilings: Ceilings, device: torch.device, *, checks: bool
 ) -> Timing:
@@ -210,9 +232,8 @@ def _time(
         result = check(op, impl, trial, device, torch.bfloat16)
         note = "" if result.outcome == "ok" else f"{result.outcome}: {result.detail}"
     if not note:
-        size = sum(x.nbytes for x in trial.args.values() if isinstance(x, torch.Tensor))
-        copies = min(MAX_COPIES, 1 + COLD_BYTES // max(size, 1)) if device.type == "cuda" else 1
-        each = [moved(trial, device).args for _ in range(copies)] if copies > 1 else [trial.args]
+        copies = min(MAX_COPIES, 1 + COLD_BYTES // max(trial.moved_bytes, 1)) if device.type == "cuda" else 1
+        each = [_copy(trial, i, device) for i in range(copies)]
         try:
             with torch.inference_mode(), use_options(strict=False):
                 times = measure([lambda args=args: impl.run(**args) for args in each], device)  # type: ignore[misc]
@@ -232,13 +253,13 @@ def lines(timings: Sequence[Timing]) -> str:
 
 def table(timings: Sequence[Timing]) -> str:
     """For people."""
-    rows = [f"{'op':<18}{'case':<24}{'implementation':<16}{'us':>10}{'p90':>10}{'floor':>9}{'x floor':>9}"]
+    rows = [f"{'op':<18}{'case':<28}{'implementation':<16}{'us':>10}{'p90':>10}{'floor':>9}{'x floor':>9}"]
     for t in timings:
         if t.us is None:
-            rows.append(f"{t.op:<18}{t.case:<24}{t.impl:<16}  {t.note}")
+            rows.append(f"{t.op:<18}{t.case:<28}{t.impl:<16}  {t.note}")
         else:
             ratio = t.us / t.floor_us if t.floor_us else 0.0
             rows.append(
-                f"{t.op:<18}{t.case:<24}{t.impl:<16}{t.us:>10.1f}{t.p90 or 0:>10.1f}{t.floor_us:>9.1f}{ratio:>9.1f}"
+                f"{t.op:<18}{t.case:<28}{t.impl:<16}{t.us:>10.1f}{t.p90 or 0:>10.1f}{t.floor_us:>9.1f}{ratio:>9.1f}"
             )
     return "\n".join(rows)

@@ -16,13 +16,14 @@ from tqdm import tqdm
 from k3lib.errors import K3Error
 from k3lib.ops import Op, ops, use_options
 from k3lib.testing import assert_close, tolerance
-from k3lib.trials import Trial, make_trial, moved, widened
+from k3lib.trials import Trial, kept_in, make_trial, moved, widened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
+    from k3lib.batch import VerifyScratch
     from k3lib.ops import Impl
 
 __all__ = ["Result", "check", "run", "table", "trials_of"]
@@ -42,16 +43,29 @@ _STEP: list[dict[str, Any]] = [
     *({"lengths": [1] * 6, "data": data} for data in ("bound", "weak", "extreme", "poison")),
 ]  # fmt: skip
 _FEW: list[dict[str, Any]] = [{"lengths": [8, 3, 0, 8]}, {"lengths": [5, 8], "saves": [(0, 2), (1, 7)]}]
+_DRAFTS: list[dict[str, Any]] = [
+    {"lengths": [8, 3, 0, 8]}, {"lengths": [1], "heads": 3}, {"lengths": [16, 9], "entries": 16},
+    {"lengths": [8] * 4, "absent": True}, {"lengths": [5, 8], "state": BF16},
+    {"lengths": [4, 4], "key": 32, "value": 64},
+    {"lengths": []}, *({"lengths": [8, 7], "data": data} for data in ("bound", "weak", "extreme", "poison")),
+]  # fmt: skip
+_VERIFY: list[dict[str, Any]] = [{"verify": kind, **sizes} for kind in ("replay", "states") for sizes in _DRAFTS]
 TRIALS: dict[str, list[dict[str, Any]]] = {
     "kda_chunk": _PREFILL,
-    "kda_recurrent": [*_STEP, *_FEW],
-    "kda_mixer": [*_STEP, *(sizes for sizes in _PREFILL if sizes.get("state", F32) is not None)],
+    "kda_recurrent": [*_STEP, *_FEW, *_VERIFY],
+    "kda_mixer": [*_STEP, *(sizes for sizes in _PREFILL if sizes.get("state", F32) is not None), *_VERIFY],
+    "kda_replay": [
+        {"counts": [3, 8, 0, 1]}, {"counts": []}, {"counts": [16], "heads": 3, "layers": 1},
+        {"counts": [4, 4, 4], "state": BF16}, {"counts": [5, 2], "key": 32, "value": 64},
+        *({"counts": [8, 7, 8], "data": data} for data in ("bound", "weak", "extreme", "poison")),
+    ],
     "short_conv": [
         {"lengths": lengths, "channels": channels, **more}
         for lengths, channels, more in (
             (_RAGGED, 384, {}), ([1] * 7, 130, {}), ([], 64, {}), ([2, 3, 1], 64, {"absent": True}),
             ([70, 5], 96, {"saves": [(0, 1), (0, 64), (1, 2)]}), ([40, 2], 64, {"data": "poison"}),
-            ([9, 9], 64, {"width": 2}), ([1] * 4, 96, {"data": "extreme"}),
+            ([9, 9], 64, {"width": 2}), ([1] * 4, 96, {"data": "extreme"}), ([8, 0, 3], 96, {"verify": "states"}),
+            ([8] * 3, 64, {"verify": "states", "data": "poison"}), ([4] * 4, 64, {"verify": "states", "absent": True}),
         )
     ],
     "mla_decode": [
@@ -60,6 +74,8 @@ TRIALS: dict[str, list[dict[str, Any]]] = {
         {"contexts": [2, 130], "per_request": 16, "heads": 3, "lse": True}, {"contexts": [90, 33], "pages": FP8},
         {"contexts": [100, 7], "latent": 64, "rope": 16, "page": 16, "heads": 5}, {"contexts": [5000], "heads": 12},
         {"contexts": [77, 130], "data": "extreme", "lse": True}, {"contexts": [77, 70], "data": "poison"},
+        {"contexts": [300, 1, 64], "heads": 96, "lse": True}, {"contexts": [0, 5000], "heads": 48, "lse": True},
+        {"contexts": [77, 70], "heads": 64, "data": "poison"},
     ],
     "attention_varlen": [
         {"lengths": [1, 64, 0, 129], "lse": True}, {"lengths": [70], "heads": 3}, {"lengths": [65, 9], "causal": False},
@@ -111,7 +127,7 @@ def trials_of(op: str, dtype: torch.dtype = BF16) -> Iterator[Trial]:
 def run(
     names: Sequence[str] = (),
     *,
-    device: torch.device,
+    device: torch.device | str,
     dtypes: Sequence[torch.dtype] = (BF16,),
     impls: Sequence[str] = (),
     progress: bool = False,
@@ -125,6 +141,7 @@ def run(
         impls: names of implementations; () is all but the references themselves.
         progress: show a bar.
     """
+    device = torch.device(device)
     chosen = [op for name, op in ops().items() if (not names or name in names) and name in TRIALS]
     jobs = [(op, trial, dtype) for op in chosen for dtype in dtypes for trial in trials_of(op.name, dtype)]
     results = []
@@ -165,22 +182,31 @@ def _tensors(result: Any, trial: Trial) -> dict[str, Tensor]:  # noqa: ANN401 - 
     """What a call made: results by place, arguments that it changed by name."""
     found = result if isinstance(result, tuple) else (result,)
     made = {f"result {i}": x for i, x in enumerate(found) if isinstance(x, torch.Tensor)}
-    return made | {name: trial.args[name] for name in trial.written}
+    for name in trial.written:
+        value = trial.args[name]
+        made |= {name: value} if isinstance(value, torch.Tensor) else _fields(name, value)
+    return made
+
+
+def _fields(name: str, verify: VerifyScratch) -> dict[str, Tensor]:
+    return {f"{name}.{field}": x for field, x in kept_in(verify).items()}
 
 
 def _compare(op: str, name: str, want: Tensor, got: Tensor, dtype: torch.dtype) -> float:
     """Compare one tensor; returns its error relative to its root mean square."""
     stored = got.dtype
+    if op == "kda_replay":
+        want, got = want.transpose(0, 1), got.transpose(0, 1)  # layers stand in front of rows
     if name in ("state", "conv_state", "pages") and want.shape[:1]:
         want, got = want.flatten(1)[1:], got.flatten(1)[1:]  # row 0 means nothing
         wild = want.isnan().any(-1)
         if not got[wild].isnan().all():
             raise AssertionError(f"{name}: a row that belongs to nobody was written")
         want, got = want[~wild], got[~wild]
-    if op == "attn_res" and name == "bank":
+    if (op == "attn_res" and name == "bank") or name.startswith("verify."):
         poisoned = want.isnan()
         if not got[poisoned].isnan().all():
-            raise AssertionError("bank: a row was written that was not asked for")
+            raise AssertionError(f"{name}: a row was written that was not asked for")
         want, got = want.masked_fill(poisoned, 0), got.masked_fill(poisoned, 0)
     if not want.is_floating_point():
         differing = (want != got).float().mean() if want.numel() else torch.zeros(())
@@ -211,10 +237,10 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 def _check_untouched(trial: Trial, after: Trial) -> None:
     """Arguments that are not named as written are as they were."""
     for name, before in trial.args.items():
-        if isinstance(before, torch.Tensor) and name not in trial.written:
-            now = after.args[name].cpu()
-            if not _same_bits(before, now):
-                raise AssertionError(f"{name}: an input was changed")
+        if not isinstance(before, torch.Tensor) or name in trial.written:
+            continue
+        if not _same_bits(before.cpu(), after.args[name].cpu()):
+            raise AssertionError(f"{name}: an input was changed")
 
 
 def table(results: Sequence[Result]) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from k3lib.batch import StateSaves
+from k3lib.batch import StateSaves, VerifyScratch
 from k3lib.config import SiTU
 from k3lib.errors import ConfigError
 from k3lib.ops import ExpertWeights, KDAParams
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Data", "Trial", "make_trial", "moved", "widened"]
+__all__ = ["Data", "Trial", "kept_in", "make_trial", "moved", "widened"]
 
 Data = Literal["random", "bound", "weak", "extreme", "poison"]
 
@@ -153,11 +153,19 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN
         return KDAParams(change(value.A_log), change(value.dt_bias), value.lower_bound)
     if isinstance(value, StateSaves):
         return StateSaves(value.requests, value.offsets, change(value.slots))
+    if isinstance(value, VerifyScratch):
+        return VerifyScratch(**{name: change(x) for name, x in kept_in(value).items()})
     if isinstance(value, ExpertWeights):
         scales = (value.w13_scale, value.w2_scale, value.w13_scale_2, value.w2_scale_2)
         s13, s2, g13, g2 = (None if x is None else change(x) for x in scales)
         return ExpertWeights(change(value.w13), change(value.w2), s13, s2, g13, g2, value.format, value.first_expert)
     return value
+
+
+def kept_in(verify: VerifyScratch) -> dict[str, Tensor]:
+    """The tensors of a verify step's scratch, by field."""
+    fields = {name: getattr(verify, name) for name in VerifyScratch.__slots__}
+    return {name: x for name, x in fields.items() if x is not None}
 
 
 # ---- makers -------------------------------------------------------------------------------------
@@ -190,6 +198,31 @@ def _pool(m: _Maker, requests: int, *shape: int, dtype: torch.dtype) -> Tensor:
     return pool
 
 
+def _scratch(
+    m: _Maker, lengths: Sequence[int], channels: int, heads: int = 0, key: int = 0, value: int = 0
+) -> VerifyScratch | None:
+    """Scratch of a verify step, one row more than requests; of NaN, so that it shows what is written."""
+    kind = m.sizes.get("verify")
+    if kind is None:
+        return None
+    front = (len(lengths) + 1, m.size("entries", max(lengths, default=1)))
+
+    def make(*shape: int, dtype: torch.dtype = m.dtype) -> Tensor:
+        return torch.full((*front, *shape), torch.nan, dtype=dtype, device=m.device)
+
+    if kind == "states":
+        return VerifyScratch(make(channels), make(heads, value, key, dtype=m.sizes.get("state", torch.float32)))
+    return VerifyScratch(
+        make(channels), None, make(heads, key), make(heads, value), make(heads, key, dtype=torch.float32),
+        make(heads, dtype=torch.float32),
+    )  # fmt: skip
+
+
+def _kept_bytes(verify: VerifyScratch, lengths: Sequence[int]) -> int:
+    """Bytes that a verify step writes to its scratch."""
+    return sum(x[0, 0].nbytes for x in kept_in(verify).values()) * sum(lengths)
+
+
 def _gates(m: _Maker, tokens: int, heads: int, key: int) -> tuple[Tensor, Tensor, KDAParams]:
     gate, beta = m.draw(tokens, heads, key), m.draw(tokens, heads)
     if m.data == "bound":
@@ -205,7 +238,7 @@ def _gates(m: _Maker, tokens: int, heads: int, key: int) -> tuple[Tensor, Tensor
 
 
 def _recurrence(op: str) -> Callable[[_Maker], Trial]:
-    """`lengths`, `heads`, `key`, `value`, `state` (dtype, None without), `saves`, `absent`."""
+    """`lengths`, `heads`, `key`, `value`, `state` (dtype, None without), `saves`, `absent`, `verify`, `entries`."""
 
     def make(m: _Maker) -> Trial:
         lengths = m.lengths()
@@ -222,8 +255,13 @@ def _recurrence(op: str) -> Callable[[_Maker], Trial]:
             state = _pool(m, len(lengths), heads, value, key, dtype=state_dtype)
             args |= {"state": state, "slots": _slots(m, len(lengths)), "saves": _saves(m, len(lengths))}
             state_bytes = 2 * len(lengths) * heads * value * key * state.element_size()
+        written = ("state",) if "state" in args else ()
+        if (verify := _scratch(m, lengths, 1, heads, key, value)) is not None:
+            args["verify"], written = verify, ("verify",)
+            state_bytes = state_bytes // 2 + _kept_bytes(verify, lengths)
+            verify.inputs.zero_()  # which the convolution writes
         return Trial(
-            op=op, title="", args=args, written=("state",) if "state" in args else (),
+            op=op, title="", args=args, written=written,
             moved_bytes=tokens * heads * (3 * key + 2 * value + 1) * item + state_bytes,
             flops=6 * tokens * heads * key * value,
         )  # fmt: skip
@@ -232,7 +270,7 @@ def _recurrence(op: str) -> Callable[[_Maker], Trial]:
 
 
 def _mixer(m: _Maker) -> Trial:
-    """`lengths`, `heads`, `key`, `value`, `width`, `state`, `saves`, `absent`."""
+    """`lengths`, `heads`, `key`, `value`, `width`, `state`, `saves`, `absent`, `verify`, `entries`."""
     lengths = m.lengths()
     tokens, heads, key, value = sum(lengths), m.size("heads", 2), m.size("key", 128), m.size("value", 128)
     channels, width = heads * (2 * key + value), m.size("width", 4)
@@ -248,26 +286,58 @@ def _mixer(m: _Maker) -> Trial:
     }  # fmt: skip
     item = conv_state.element_size()
     per_token = channels + heads * (key + 2 * value + 1)
-    per_request = 2 * heads * key * value * state.element_size() + 2 * (width - 1) * channels * item
+    per_request = heads * key * value * state.element_size() + (width - 1) * channels * item
+    written: tuple[str, ...] = ("state", "conv_state")
+    stored = len(lengths) * per_request
+    if (verify := _scratch(m, lengths, channels, heads, key, value)) is not None:
+        args["verify"], written, stored = verify, ("verify",), _kept_bytes(verify, lengths)
     return Trial(
-        op="kda_mixer", title="", args=args, written=("state", "conv_state"),
-        moved_bytes=tokens * per_token * item + len(lengths) * per_request + channels * width * 4,
+        op="kda_mixer", title="", args=args, written=written,
+        moved_bytes=tokens * per_token * item + len(lengths) * per_request + stored + channels * width * 4,
         flops=6 * tokens * heads * key * value,
     )  # fmt: skip
 
 
 def _convolution(m: _Maker) -> Trial:
-    """`lengths`, `channels`, `width`, `saves`, `absent`."""
+    """`lengths`, `channels`, `width`, `saves`, `absent`, `verify`, `entries`."""
     lengths, channels, width = m.lengths(), m.size("channels", 384), m.size("width", 4)
     tokens = sum(lengths)
     conv_state = _pool(m, len(lengths), width - 1, channels, dtype=m.dtype)
-    args = {
+    args: dict[str, Any] = {
         "x": m.draw(tokens, channels), "weight": m.draw(channels, width, dtype=torch.float32, scale=0.5),
         "conv_state": conv_state, "slots": _slots(m, len(lengths)), "cu_seqlens": m.offsets(lengths),
         "saves": _saves(m, len(lengths)),
     }  # fmt: skip
     moved_bytes = (2 * tokens + 2 * len(lengths) * (width - 1)) * channels * conv_state.element_size()
-    return Trial(op="short_conv", title="", args=args, written=("conv_state",), moved_bytes=moved_bytes)
+    written: tuple[str, ...] = ("conv_state",)
+    if (verify := _scratch(m, lengths, channels)) is not None:
+        args["verify"], written = verify, ("verify",)
+    return Trial(op="short_conv", title="", args=args, written=written, moved_bytes=moved_bytes)
+
+
+def _replay(m: _Maker) -> Trial:
+    """`counts` (of each entry), `layers`, `entries` (of a row), `heads`, `key`, `value`, `state`."""
+    counts: Sequence[int] = m.sizes.get("counts", (3,))
+    layers, width, heads = m.size("layers", 2), m.size("entries", max(counts, default=1)), m.size("heads", 2)
+    key, value, n = m.size("key", 128), m.size("value", 128), len(counts)
+    state = m.draw(layers, n + 3, heads, value, key, dtype=m.sizes.get("state", torch.float32), scale=0.3)
+    if m.data == "poison":
+        state[:, n + 2] = torch.nan
+    front = (layers, n + 1, width, heads)
+    logits = -30.0 if m.data == "weak" else 30.0 if m.data == "bound" else m.draw(*front, key, dtype=torch.float32)
+    targets = m.order(n).to(torch.int32) + 1
+    sources = targets.clone()
+    if n > 1:
+        targets[0], targets[1] = n + 1, 0  # elsewhere, and nowhere
+    args = {
+        "state": state, "k": m.draw(*front, key), "v": m.draw(*front, value),
+        "log_decay": -5 * torch.sigmoid(torch.as_tensor(logits)).expand(*front, key).to(m.device).contiguous(),
+        "beta": m.uniform(*front), "sources": sources, "rows": m.order(n + 1)[:n].to(torch.int32),
+        "counts": torch.tensor(counts, dtype=torch.int32, device=m.device), "targets": targets,
+    }  # fmt: skip
+    moved_bytes = 2 * layers * n * state[0, 0].nbytes
+    moved_bytes += sum(counts) * layers * sum(args[name][0, 0, 0].nbytes for name in ("k", "v", "log_decay", "beta"))
+    return Trial(op="kda_replay", title="", args=args, written=("state",), moved_bytes=moved_bytes)
 
 
 def _latent_decode(m: _Maker) -> Trial:
@@ -469,6 +539,7 @@ _MAKERS: dict[str, Callable[[_Maker], Trial]] = {
     "kda_chunk": _recurrence("kda_chunk"),
     "kda_recurrent": _recurrence("kda_recurrent"),
     "kda_mixer": _mixer,
+    "kda_replay": _replay,
     "short_conv": _convolution,
     "mla_decode": _latent_decode,
     "attention_varlen": _attention,

@@ -42,11 +42,33 @@ def _masks_in_the_interpreter():
         setattr(InterpreterBuilder, name, narrowed(getattr(InterpreterBuilder, name), place))
 
 
+def _patches_in_the_interpreter():
+    """Patch the language once a launch: each function that a kernel calls did so again, a third of all the time."""
+    from triton.runtime import interpreter  # noqa: PLC0415 - only where there is one
+
+    if not hasattr(interpreter, "_LangPatchScope"):  # another version, which may patch in another way
+        return
+    patch, done = interpreter._patch_lang, set()
+
+    def once(fn):
+        if id(fn.__globals__) in done:
+            return interpreter._LangPatchScope()
+        scope, is_kernel = patch(fn), not done
+        done.add(id(fn.__globals__))
+        if is_kernel:
+            restore = scope.restore
+            scope.restore = lambda: (done.clear(), restore())
+        return scope
+
+    interpreter._patch_lang = once
+
+
 if importlib.util.find_spec("triton") is None:
     collect_ignore_glob = ["test_triton_*", "test_sdpa.py"]  # there is no Triton for this platform
 elif os.environ.get("TRITON_INTERPRET") == "1":
     _loops_in_the_interpreter()
     _masks_in_the_interpreter()
+    _patches_in_the_interpreter()
 
 
 @pytest.fixture(autouse=True)

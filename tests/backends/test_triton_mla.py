@@ -61,13 +61,14 @@ def call_of(lengths, key_counts, key_lens, *, heads, latent, rope, page, dtype, 
 
 
 def run(call):
-    """The adapter, twice: the bits are the same."""
+    """The adapter, on a GPU twice: the bits are the same. The interpreter runs one program after another."""
     spec = MLASpec.of(**call)
     assert mla._supports_decode(spec) is None
     out, lse = mla.mla_decode_triton(**call, return_lse=True)
-    again, again_lse = mla.mla_decode_triton(**call, return_lse=True)
-    assert out.equal(again)
-    assert lse.equal(again_lse)
+    if ON_GPU:
+        again, again_lse = mla.mla_decode_triton(**call, return_lse=True)
+        assert out.equal(again)
+        assert lse.equal(again_lse)
     return out, lse
 
 

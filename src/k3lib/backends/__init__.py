@@ -17,7 +17,7 @@ __all__ = ["ADAPTERS", "FAILED", "GROUP", "KNOWN", "load_all"]
 logger = logging.getLogger(__name__)
 
 GROUP = "k3lib.backends"
-ADAPTERS = ("cpu", "triton", "sdpa", "fla")
+ADAPTERS = ("cpu", "triton", "sdpa", "fla", "flash_mla", "humming", "flash_kda")
 # Packages with kernels for K3, with their right distributions and a file that tells them from placeholders.
 KNOWN = (
     Package("triton", ("triton", "pytorch-triton", "pytorch-triton-rocm"), at_least="3.4"),

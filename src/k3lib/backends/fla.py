@@ -38,7 +38,7 @@ def _supports(spec: KDASpec) -> str | None:
     kda_chunk,
     name="fla",
     platforms={"cuda", "rocm"},
-    experimental=True,  # its own tuning took longer than we had on a chip: never compared with the reference
+    experimental=True,  # its tuning takes long: one of the trials was run on a chip, with its first configurations
     requires=(FLA, Package("triton", ("triton", "pytorch-triton", "pytorch-triton-rocm"), at_least="3.4")),
     priority=5,
     supports=_supports,

@@ -3,7 +3,8 @@
 One module a group of ops. It registers adapters and is importable without triton; the kernels stand in a module of the
 same name with `_kernels` behind it, which an adapter imports when it is first called. An adapter checks its arguments,
 allocates, and launches. Launch configurations are data beside the kernels: nothing is tuned while a model serves, and
-no kernel is specialised on a length that changes from step to step.
+no kernel is specialised on a length that changes from step to step, nor on the alignment of an index, which is often a
+part of a larger tensor.
 """
 
 from __future__ import annotations

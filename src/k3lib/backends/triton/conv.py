@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 
 from k3lib.backends.triton import OPTIONS
-from k3lib.backends.triton.kda_decode import pack_saves
+from k3lib.backends.triton.kda_decode import check_scratch, pack_saves
 from k3lib.errors import ConfigError
 from k3lib.ops.conv import ConvSpec, short_conv
-from k3lib.ops.packing import no_verify, tokens_per_request
+from k3lib.ops.packing import tokens_per_request
 from k3lib.ops.registry import register
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -20,7 +20,9 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def _supports(spec: ConvSpec) -> str | None:
     if spec.dtype not in _DTYPES:
         return f"needs bfloat16, float16 or float32, got {spec.dtype}"
-    return no_verify(spec)
+    if spec.verify != "none" and spec.saves != "none":
+        return f"needs saves=none in a verify step, got saves={spec.saves}"
+    return None
 
 
 @register(short_conv, name="triton", priority=10, deterministic=True, supports=_supports, **OPTIONS)
@@ -45,6 +47,9 @@ def short_conv_triton(x, weight, *, conv_state=None, slots=None, cu_seqlens, sav
             raise ConfigError(f"short_conv: conv_state has strides {conv_state.stride()}, expected a contiguous pool")
         if slots.numel() != cu_seqlens.numel() - 1:
             raise ConfigError(f"{slots.numel()} slots for {cu_seqlens.numel() - 1} requests")
+    if verify is not None:
+        shapes = {"inputs": ((channels,), x.dtype)}
+        check_scratch("short_conv", verify, conv_state, num_tokens, cu_seqlens.numel() - 1, shapes)
     table = pack_saves(saves, conv_state, cu_seqlens.numel() - 1, x.device)
     from k3lib.backends.triton.conv_kernels import launch_short_conv
 
@@ -57,4 +62,5 @@ def short_conv_triton(x, weight, *, conv_state=None, slots=None, cu_seqlens, sav
         table,
         None if saves is None else saves.slots,
         tokens_per_request(num_tokens, cu_seqlens) == "1",
+        kept=None if verify is None else verify.inputs,
     )

@@ -1,10 +1,12 @@
 """The short causal convolution: kernels.
 
 One token a request: one program a request and block of channels computes, and shifts the slot's window. Long inputs:
-a first kernel treats all packed tokens as one sequence; it knows no requests, reads each tile once a tap (all but the
-first from the L1 cache) and streams. The second one, a program a request, redoes the first tokens of each request with
-the slot's window on their left, and stores the window that they leave. Bound: memory.
+a first kernel treats all packed tokens as one sequence; it knows no requests and streams. The second one, a program a
+request, redoes the first tokens of each request with the slot's window on their left, and stores the window that they
+leave. A verify step's few tokens are all of the second kernel, which keeps them in the scratch instead. Bound: memory.
 """
+# ruff: noqa: RUF005 - tuples grow by addition: kernels have no starred expressions
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -19,28 +21,22 @@ from k3lib.backends.triton.launch import launch_options
 
 
 class Config(NamedTuple):
-    """Tokens and channels a program, and its warps."""
+    """Tokens that are read at once, how often, channels a program, and its warps."""
 
     tokens: int
+    steps: int
     channels: int
     warps: int
 
 
 # H200, 2026-11-30
-STREAM = Config(16, 256, 4)
+STREAM = Config(4, 4, 512, 4)
 WINDOW_CHANNELS = 512
 
 
 @triton.jit
 def _silu(y):
     return y * tl.sigmoid(y)
-
-
-@triton.jit
-def _shifted(rows, t, num_tokens, shift: tl.constexpr, stride, inside):
-    """The tile of inputs `shift` tokens later; zero before the first."""
-    mask = ((t < num_tokens) & (t + shift >= 0))[:, None] & inside[None, :]
-    return tl.load(rows + shift * stride, mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -54,29 +50,46 @@ def _conv_stream_kernel(
     WIDTH: tl.constexpr,
     TAPS: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    STEPS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """A thread walks along tokens with the window in registers; the next few are under way meanwhile."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     c_in = c < CHANNELS
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    t_in = t < num_tokens
     tap = tl.arange(0, TAPS)[None, :]
     # the four taps of a channel are one access; a load for each tap would touch as many lines as there are threads
     weights = tl.load(weight + c[:, None] * WIDTH + tap, mask=c_in[:, None] & (tap < WIDTH), other=0.0).to(tl.float32)
-    rows = x + t.to(tl.int64)[:, None] * x_stride + c[None, :]
-    y = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
-    ahead = _shifted(rows, t, num_tokens, 1 - WIDTH, x_stride, c_in)
+    begin = tl.program_id(0) * (BLOCK_T * STEPS)
+    rows = x + begin.to(tl.int64) * x_stride + c
+    target = out + begin.to(tl.int64) * CHANNELS + c
+    taps = ()
     for i in tl.static_range(WIDTH):
-        taken = ahead.to(tl.float32)
-        if i + 1 < WIDTH:
-            ahead = _shifted(rows, t, num_tokens, i + 2 - WIDTH, x_stride, c_in)
-        y += taken * tl.sum(tl.where(tap == i, weights, 0.0), 1)[None, :]
-    where = out + t.to(tl.int64)[:, None] * CHANNELS + c[None, :]
-    tl.store(where, _silu(y).to(out.dtype.element_ty), mask=t_in[:, None] & c_in[None, :])
+        taps = taps + (tl.sum(tl.where(tap == i, weights, 0.0), 1),)
+    window = ()
+    for i in tl.static_range(1 - WIDTH, 0):
+        window = window + (tl.load(rows + i * x_stride, mask=c_in & (begin + i >= 0), other=0.0).to(tl.float32),)
+    ahead = ()
+    for i in tl.static_range(BLOCK_T):
+        ahead = ahead + (tl.load(rows + i * x_stride, mask=c_in & (begin + i < num_tokens), other=0.0),)
+    for step in tl.static_range(STEPS):
+        now = ahead
+        if step + 1 < STEPS:
+            ahead = ()
+            for i in tl.static_range(BLOCK_T):
+                t = (step + 1) * BLOCK_T + i
+                ahead = ahead + (tl.load(rows + t * x_stride, mask=c_in & (begin + t < num_tokens), other=0.0),)
+        for i in tl.static_range(BLOCK_T):
+            window = window + (now[i].to(tl.float32),)
+            y = window[0] * taps[0]
+            for j in tl.static_range(1, WIDTH):
+                y += window[j] * taps[j]
+            window = window[1:]
+            t = step * BLOCK_T + i
+            tl.store(target + t * CHANNELS, _silu(y).to(out.dtype.element_ty), mask=c_in & (begin + t < num_tokens))
 
 
 @triton.jit
@@ -104,7 +117,10 @@ def _keep_window(window, conv_state, slot, c, c_in, CHANNELS: tl.constexpr, WIDT
     tl.store(conv_state + row[:, None] * CHANNELS + c[None, :], window.to(conv_state.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_requests", "num_slots"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_requests", "num_slots", "width"],
+    do_not_specialize_on_alignment=["slots", "cu_seqlens", "saves", "save_slots"],
+)
 def _conv_windows_kernel(
     x,
     weight,
@@ -114,10 +130,12 @@ def _conv_windows_kernel(
     cu_seqlens,
     saves,
     save_slots,
+    kept,
     x_stride,
     num_tokens,
     num_requests,
     num_slots,
+    width,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     TAPS: tl.constexpr,
@@ -125,6 +143,7 @@ def _conv_windows_kernel(
     SINGLE: tl.constexpr,
     HAS_STATE: tl.constexpr,
     HAS_SAVES: tl.constexpr,
+    VERIFY: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     if EARLY:
@@ -147,19 +166,37 @@ def _conv_windows_kernel(
     tap = tl.arange(0, TAPS)
     mask = (tap < WIDTH)[:, None] & c_in[None, :]
     taps = tl.load(weight + c[None, :] * WIDTH + tap[:, None], mask=mask, other=0.0).to(tl.float32)
+    last = tl.zeros((TAPS, BLOCK_C), x.dtype.element_ty)
+    if HAS_STATE and not VERIFY:
+        last = _window(x, x_stride, conv_state, slot, start, end, c, c_in, stored, CHANNELS, WIDTH, TAPS)
     stop = end
-    if not SINGLE:  # later tokens see none but their request's, and have been computed; those without a slot are zero
-        stop = tl.where(live, tl.minimum(end, start + (WIDTH - 1)), end)
     t = start
+    if not (SINGLE or VERIFY):
+        # later tokens see none but their request's, and have been computed; those without a slot are zero. All loads
+        # come before the first store, behind which the compiler would not move them up
+        firsts = ()
+        for i in tl.static_range(1, WIDTH):
+            until = tl.minimum(start + i, end)
+            window = _window(x, x_stride, conv_state, slot, start, until, c, c_in, stored, CHANNELS, WIDTH, TAPS)
+            firsts = firsts + (tl.where(live, _silu(tl.sum(window.to(tl.float32) * taps, 0)), 0.0),)
+        for i in tl.static_range(WIDTH - 1):
+            place = out + (start + i).to(tl.int64) * CHANNELS + c
+            tl.store(place, firsts[i].to(out.dtype.element_ty), mask=c_in & (start + i < end))
+        t = start + (WIDTH - 1)
+        stop = tl.where(live, t, end)
     while t < stop:
         window = _window(x, x_stride, conv_state, slot, start, t + 1, c, c_in, stored, CHANNELS, WIDTH, TAPS)
         y = tl.where(live, _silu(tl.sum(window.to(tl.float32) * taps, 0)), 0.0)
         tl.store(out + t.to(tl.int64) * CHANNELS + c, y.to(out.dtype.element_ty), mask=c_in)
+        if VERIFY:
+            fresh = tl.load(x + t.to(tl.int64) * x_stride + c, mask=c_in, other=0.0)
+            kept_at = (request.to(tl.int64) * width + t - start) * CHANNELS + c
+            tl.store(kept + kept_at, fresh.to(kept.dtype.element_ty), mask=c_in & (t - start < width))
         t += 1
     if HAS_SAVES:
         n = tl.load(saves + request)
-        last = tl.load(saves + request + 1)
-        while n < last:
+        last_save = tl.load(saves + request + 1)
+        while n < last_save:
             offset = tl.load(saves + num_requests + 1 + 2 * n)
             row = tl.load(save_slots + tl.load(saves + num_requests + 2 + 2 * n)).to(tl.int64)
             window = _window(
@@ -167,14 +204,13 @@ def _conv_windows_kernel(
             )
             _keep_window(window, conv_state, row, c, c_in & (row > 0) & (row < num_slots), CHANNELS, WIDTH, TAPS)
             n += 1
-    if HAS_STATE:
-        window = _window(x, x_stride, conv_state, slot, start, end, c, c_in, stored, CHANNELS, WIDTH, TAPS)
+    if HAS_STATE and not VERIFY:
         tl.debug_barrier()  # all threads have read the old window
-        _keep_window(window, conv_state, slot, c, c_in & stored, CHANNELS, WIDTH, TAPS)
+        _keep_window(last, conv_state, slot, c, c_in & stored, CHANNELS, WIDTH, TAPS)
 
 
-def launch_short_conv(x, weight, conv_state, slots, cu_seqlens, saves, save_slots, single, config=None):
-    """Launch for checked arguments; `single`: most requests have one token."""
+def launch_short_conv(x, weight, conv_state, slots, cu_seqlens, saves, save_slots, single, config=None, kept=None):
+    """Launch for checked arguments; `single`: most requests have one token; `kept`: inputs of a verify step."""
     num_tokens, channels = x.shape
     width = weight.shape[1]
     requests = cu_seqlens.numel() - 1
@@ -182,10 +218,10 @@ def launch_short_conv(x, weight, conv_state, slots, cu_seqlens, saves, save_slot
     if not num_tokens or not requests:
         return out
     taps = triton.next_power_of_2(width)
-    if not single:
-        tokens, block_c, warps = config or STREAM
+    if not single and kept is None:
+        tokens, steps, block_c, warps = config or STREAM
         block_c = min(block_c, triton.next_power_of_2(channels))
-        _conv_stream_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(channels, block_c))](
+        _conv_stream_kernel[(triton.cdiv(num_tokens, tokens * steps), triton.cdiv(channels, block_c))](
             x,
             weight,
             out,
@@ -195,6 +231,7 @@ def launch_short_conv(x, weight, conv_state, slots, cu_seqlens, saves, save_slot
             WIDTH=width,
             TAPS=taps,
             BLOCK_T=tokens,
+            STEPS=steps,
             BLOCK_C=block_c,
             **launch_options(x.device, warps),
         )
@@ -209,10 +246,12 @@ def launch_short_conv(x, weight, conv_state, slots, cu_seqlens, saves, save_slot
         cu_seqlens,
         cu_seqlens if saves is None else saves,
         cu_seqlens if saves is None else save_slots,
+        kept,
         x.stride(0),
         num_tokens,
         requests,
         conv_state.shape[0] if stateful else 0,
+        0 if kept is None else kept.shape[1],
         CHANNELS=channels,
         WIDTH=width,
         TAPS=taps,
@@ -220,6 +259,7 @@ def launch_short_conv(x, weight, conv_state, slots, cu_seqlens, saves, save_slot
         SINGLE=single,
         HAS_STATE=stateful,
         HAS_SAVES=saves is not None,
+        VERIFY=kept is not None,
         **launch_options(x.device, 4),
     )
     return out

@@ -26,7 +26,8 @@ def _supports(spec: ExpertsSpec) -> str | None:
     return None
 
 
-def _check(x, ids, weights, store):
+def check_experts(x, ids, weights, store):
+    """Refuse arguments that do not fit the stacked weights."""
     if x.shape[-1] != store.width or ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
         raise ConfigError(
             f"experts: x {tuple(x.shape)}, ids {tuple(ids.shape)}, weights {tuple(weights.shape)} do not fit experts "
@@ -58,7 +59,7 @@ def experts_triton(x, ids, weights, prepared, *, act_fn):
     """See `k3lib.ops.experts`. One or two tokens are summed in another order than more of them."""
     from k3lib.backends.triton import experts_kernels as kernels
 
-    _check(x, ids, weights, prepared)
+    check_experts(x, ids, weights, prepared)
     return kernels.run(x.contiguous(), ids.contiguous(), weights.contiguous(), prepared, act_fn)
 
 
@@ -67,5 +68,5 @@ def experts_triton_invariant(x, ids, weights, prepared, *, act_fn):
     """See `k3lib.ops.experts`. A token's result has the same bits whatever else is in the batch."""
     from k3lib.backends.triton import experts_kernels as kernels
 
-    _check(x, ids, weights, prepared)
+    check_experts(x, ids, weights, prepared)
     return kernels.run(x.contiguous(), ids.contiguous(), weights.contiguous(), prepared, act_fn, one_order=True)

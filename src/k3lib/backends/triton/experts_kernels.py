@@ -524,13 +524,15 @@ def _tiles_bound(num_routes, num_experts, width):
     return min(num_routes, num_experts) + num_routes // width
 
 
-def _sort_routes(ids, first, num_experts, width):
+def sort_routes(ids, first, num_experts, width):
     """Tiles of `width` routes of one expert: expert and size of each tile, and the routes in their order."""
     num_routes = ids.numel()
     max_tiles = _tiles_bound(num_routes, num_experts, width)
-    whole = ids.new_empty(2 * num_experts + num_routes + max_tiles * (2 + width))
     sizes = (num_experts, num_experts, num_routes, max_tiles, max_tiles, max_tiles * width)
-    counts, starts, ranks, tiles, filled, order = whole.split(sizes)
+    # all aligned to 16 bytes: kernels are compiled for whether their arguments are
+    rooms = [triton.cdiv(size, 4) * 4 for size in sizes]
+    parts = ids.new_empty(sum(rooms)).split(rooms)
+    counts, starts, ranks, tiles, filled, order = (x[:size] for x, size in zip(parts, sizes, strict=True))
     lanes = triton.next_power_of_2(num_experts)
     if num_routes <= ONE_PROGRAM_ROUTES:
         _sort_kernel[(1,)](
@@ -597,7 +599,7 @@ def _run_turn(x, ids, weights, store, act_fn, path, out):
         w13, w2, s13, s2, g13, g2 = store.w13, store.w2, *(4 * (x,))
         x_width, hidden_width, planes = width, inner, x
     if path.is_sorted:
-        tiles, filled, order = _sort_routes(ids, first, num_experts, path.width)
+        tiles, filled, order = sort_routes(ids, first, num_experts, path.width)
         num_tiles = tiles.numel()
     else:
         tiles = filled = order = ids
@@ -628,7 +630,20 @@ def _run_turn(x, ids, weights, store, act_fn, path, out):
         X_WIDTH=hidden_width, BLOCKS=blocks, STEPS=steps if blocks > 1 else 0, M=down.rows, K=down.words,
         num_warps=down.warps, num_stages=down.stages, **fixed,
     )  # fmt: skip
+    _combine(y, ids, weights, store, out)
+
+
+def _combine(y, ids, weights, store, out):
+    num_tokens, top_k = ids.shape
+    width = out.shape[1]
     _combine_kernel[(num_tokens, triton.cdiv(width, 256))](
-        y, ids, weights, out, first, num_experts,
+        y, ids, weights, out, store.first_expert, store.num_experts,
         L=width, TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), BLOCK=256, num_warps=1,
     )  # fmt: skip
+
+
+def combine(y, ids, weights, store, dtype):
+    """Weighted sum of the results `[T · k, L]` of the routes to experts of `store`."""
+    out = torch.empty(ids.shape[0], y.shape[1], dtype=dtype, device=y.device)
+    _combine(y, ids, weights, store, out)
+    return out

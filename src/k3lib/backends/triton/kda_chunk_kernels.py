@@ -50,7 +50,10 @@ def _count_chunks(cu_seqlens, pieces, index, mask, SAVES: tl.constexpr, C: tl.co
     return begin, length, tl.where(mask, chunks, 0), request, save
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_pieces"])
+@triton.jit(
+    do_not_specialize=["num_requests", "num_pieces"],
+    do_not_specialize_on_alignment=["cu_seqlens", "pieces"],
+)
 def _plan_kernel(
     cu_seqlens, pieces, table, begins, signs, num_requests, num_pieces,
     SAVES: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
@@ -112,13 +115,26 @@ def _inverse_norm(x, at, live):
 
 
 @triton.jit
+def _product(a, b, PRECISION: tl.constexpr):
+    """Matrix product of fp32 tiles.
+
+    Tensor cores cut the last 13 bits of tf32 operands off, and where all keys point one way the errors of all tokens
+    add up: half of the last place that remains is added first.
+    """
+    if PRECISION == "tf32":
+        a = (a.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
+        b = (b.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
 def _merge(inverse, system, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     """From the inverses of diagonal blocks of SIZE rows to those of twice the size."""
     i = tl.arange(0, system.shape[0])[:, None]
     j = tl.arange(0, system.shape[0])[None, :]
     below = (i // (2 * SIZE) == j // (2 * SIZE)) & (i // SIZE > j // SIZE)
-    part = tl.dot(tl.where(below, system, 0.0), inverse, input_precision=PRECISION)
-    return inverse - tl.dot(inverse, part, input_precision=PRECISION)
+    part = _product(tl.where(below, system, 0.0), inverse, PRECISION)
+    return inverse - _product(inverse, part, PRECISION)
 
 
 @triton.jit
@@ -267,8 +283,8 @@ def _chunk_kernel(
     for level in tl.static_range(LEVELS):
         inverse0 = _merge(inverse0, system0, 16 << level, PRECISION)
         inverse1 = _merge(inverse1, system1, 16 << level, PRECISION)
-    cross = tl.dot(cross, inverse0, input_precision=PRECISION)
-    cross = -tl.dot(inverse1, cross, input_precision=PRECISION)
+    cross = _product(cross, inverse0, PRECISION)
+    cross = -_product(inverse1, cross, PRECISION)
 
     solve0 = inverse0.to(dot)
     solve1 = inverse1.to(dot)
@@ -294,7 +310,10 @@ def _chunk_kernel(
         tl.store(u0 + H * V + at_out, answers.to(dot))
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_slots", "num_segments"])
+@triton.jit(
+    do_not_specialize=["num_requests", "num_slots", "num_segments"],
+    do_not_specialize_on_alignment=["slots"],
+)
 def _summary_kernel(
     wq, u0, k_out, decay, begins, state, slots, carry, transition,
     num_requests, num_slots, heads, num_segments,
@@ -376,7 +395,10 @@ def _compose_kernel(
         tl.store(carry + (here + heads) * (K * V) + at, s)
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_slots", "num_segments"])
+@triton.jit(
+    do_not_specialize=["num_requests", "num_slots", "num_segments"],
+    do_not_specialize_on_alignment=["slots", "save_slots"],
+)
 def _output_kernel(
     wq, u0, k_out, pairs, decay, table, begins, out, state, slots, save_slots, carry,
     num_requests, num_slots, heads, num_segments,

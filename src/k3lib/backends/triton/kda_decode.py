@@ -1,6 +1,7 @@
-"""Few-token KDA: the recurrence, and the mixer that joins convolution, recurrence and gated norm.
+"""Few-token KDA: the recurrence, the mixer that joins convolution, recurrence and gated norm, and the replay of steps.
 
-Shapes: T packed tokens, B requests, H heads, K key dim, V value dim, N pool rows, W width of the convolution.
+Shapes: T packed tokens, B requests, H heads, K key dim, V value dim, N pool rows, W width of the convolution; R rows
+of a verify step's scratch, D tokens of each, L layers.
 """
 
 from __future__ import annotations
@@ -9,25 +10,30 @@ import torch
 
 from k3lib.backends.triton import OPTIONS
 from k3lib.errors import ConfigError
-from k3lib.ops.kda import KDASpec, kda_mixer, kda_recurrent
-from k3lib.ops.packing import no_verify
+from k3lib.ops.kda import KDASpec, ReplaySpec, kda_mixer, kda_recurrent, kda_replay
 from k3lib.ops.registry import register
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_DIM = 256  # the state of a head stays in the registers of one program
 
 
-def _supports(spec: KDASpec) -> str | None:
+def _supports(spec: KDASpec | ReplaySpec) -> str | None:
     for dtype in (spec.dtype, spec.state_dtype):
         if dtype is not None and dtype not in _DTYPES:
             return f"needs bfloat16, float16 or float32, got {dtype}"
     if max(spec.key_dim, spec.value_dim) > _MAX_DIM:
         return f"needs key_dim and value_dim of at most {_MAX_DIM}, got {spec.key_dim} and {spec.value_dim}"
-    return no_verify(spec)
+    return None
+
+
+def _supports_recurrent(spec: KDASpec) -> str | None:
+    if spec.verify != "none" and spec.saves != "none":
+        return f"needs saves=none in a verify step, got saves={spec.saves}"
+    return _supports(spec)
 
 
 def _supports_mixer(spec: KDASpec) -> str | None:
-    if spec.tokens_per_request != "1":
+    if spec.verify == "none" and spec.tokens_per_request != "1":
         return f"needs one token a request, got {spec.tokens_per_request}"
     if spec.saves != "none":
         return f"needs saves=none, got saves={spec.saves}"
@@ -63,6 +69,41 @@ def _check(params, state, slots, cu_seqlens, heads, key_dim, value_dim):
         raise ConfigError(f"{slots.numel()} slots for {cu_seqlens.numel() - 1} requests")
 
 
+def check_scratch(op, verify, state, num_tokens, num_requests, shapes):
+    """What of a verify step's scratch does not need the values of device tensors; `shapes`: of a token, by field.
+
+    More tokens of a request than the scratch has room for are not kept, and a kernel may not compute them.
+    """
+    if state is None:
+        raise ConfigError(f"{op}: a verify step needs state and slots")
+    rows, width = verify.inputs.shape[:2]
+    if num_requests > rows or num_tokens > num_requests * width:
+        raise ConfigError(
+            f"{op}: the verify scratch has {rows} rows of {width} tokens, the step {num_requests} requests with "
+            f"{num_tokens} tokens"
+        )
+    for name, (shape, dtype) in shapes.items():
+        x = getattr(verify, name)
+        if x is None:
+            raise ConfigError(f"{op}: the verify scratch has neither states nor all of k, v, log_decay and beta")
+        want = (rows, width, *shape)
+        if x.shape != want or x.dtype != dtype:
+            raise ConfigError(
+                f"{op}: verify.{name} has shape {tuple(x.shape)} of {x.dtype}, expected {want} of {dtype}"
+            )
+        if not x.is_contiguous():
+            raise ConfigError(f"{op}: verify.{name} has strides {x.stride()}, expected a contiguous tensor")
+
+
+def _scratch_shapes(verify, dtype, state, heads, key_dim, value_dim):
+    if verify.states is not None:
+        return {"states": ((heads, value_dim, key_dim), verify.states.dtype if state is None else state.dtype)}
+    return {
+        "k": ((heads, key_dim), dtype), "v": ((heads, value_dim), dtype),
+        "log_decay": ((heads, key_dim), torch.float32), "beta": ((heads,), torch.float32),
+    }  # fmt: skip
+
+
 def _rows(x):
     """The tensor with neighbouring values in its last axis."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
@@ -92,7 +133,7 @@ def pack_saves(saves, state, num_requests, device):
     return table.pin_memory().to(device, non_blocking=True)
 
 
-@register(kda_recurrent, name="triton", priority=10, deterministic=True, supports=_supports, **OPTIONS)
+@register(kda_recurrent, name="triton", priority=10, deterministic=True, supports=_supports_recurrent, **OPTIONS)
 def kda_recurrent_triton(
     q, k, v, gate, beta, *, params, state=None, slots=None, cu_seqlens, scale, saves=None, verify=None
 ):
@@ -105,6 +146,9 @@ def kda_recurrent_triton(
     _require_shape("beta", beta, (num_tokens, heads))
     _check(params, state, slots, cu_seqlens, heads, key_dim, value_dim)
     num_requests = cu_seqlens.numel() - 1
+    if verify is not None:
+        shapes = _scratch_shapes(verify, v.dtype, state, heads, key_dim, value_dim)
+        check_scratch("kda_recurrent", verify, state, num_tokens, num_requests, shapes)
     table = pack_saves(saves, state, num_requests, v.device)
     out = torch.empty(num_tokens, heads, value_dim, dtype=v.dtype, device=v.device)
     if not num_tokens or not num_requests:
@@ -125,6 +169,7 @@ def kda_recurrent_triton(
         table,
         None if saves is None else saves.slots,
         out,
+        verify,
     )
     return out
 
@@ -148,7 +193,7 @@ def kda_mixer_triton(
     saves=None,
     verify=None,
 ):
-    """See `k3lib.ops.kda_mixer`: everything of a request and head in one program."""
+    """See `k3lib.ops.kda_mixer`: everything of a request and head in one program, verify steps too."""
     num_tokens, heads, key_dim = gate.shape
     value_dim = out_gate.shape[-1]
     channels = heads * (2 * key_dim + value_dim)
@@ -169,20 +214,43 @@ def kda_mixer_triton(
     _require_shape("norm_weight", norm_weight, (value_dim,))
     _require_shape("conv_weight", conv_weight, (channels, conv_weight.shape[1]))
     _check(params, state, slots, cu_seqlens, heads, key_dim, value_dim)
-    from k3lib.backends.triton.kda_decode_kernels import launch_kda_mixer
+    given = (
+        _rows(qkv), _rows(gate), beta, _rows(out_gate), params, conv_weight.contiguous(), norm_weight, norm_eps, scale,
+        state, conv_state, slots, cu_seqlens,
+    )  # fmt: skip
+    if verify is None:
+        from k3lib.backends.triton.kda_decode_kernels import launch_kda_mixer
 
-    return launch_kda_mixer(
-        _rows(qkv),
-        _rows(gate),
-        beta,
-        _rows(out_gate),
-        params,
-        conv_weight.contiguous(),
-        norm_weight,
-        norm_eps,
-        scale,
-        state,
-        conv_state,
-        slots,
-        cu_seqlens,
-    )
+        return launch_kda_mixer(*given)
+    shapes = {"inputs": ((channels,), qkv.dtype)}
+    shapes |= _scratch_shapes(verify, qkv.dtype, state, heads, key_dim, value_dim)
+    check_scratch("kda_mixer", verify, state, num_tokens, cu_seqlens.numel() - 1, shapes)
+    from k3lib.backends.triton.kda_verify_kernels import launch_kda_verify
+
+    return launch_kda_verify(*given, verify)
+
+
+@register(kda_replay, name="triton", priority=10, deterministic=True, supports=_supports, **OPTIONS)
+def kda_replay_triton(state, k, v, log_decay, beta, *, sources, rows, counts, targets):
+    """See `k3lib.ops.kda_replay`. Places outside the tensors are not followed."""
+    layers, _, heads, value_dim, key_dim = state.shape
+    if k.ndim != 5:
+        raise ConfigError(f"kda_replay: k must be [L, R, D, H, K], got {list(k.shape)}")
+    front = (layers, *k.shape[1:3], heads)
+    wanted = {"k": (k, (*front, key_dim)), "v": (v, (*front, value_dim))}
+    wanted |= {"log_decay": (log_decay, (*front, key_dim)), "beta": (beta, front)}
+    for name, (x, shape) in wanted.items():
+        if x.shape != shape or (x.numel() and not x[0, 0].is_contiguous()):
+            raise ConfigError(
+                f"kda_replay: {name} has shape {tuple(x.shape)} with strides {x.stride()}, expected {shape} with "
+                "contiguous rows"
+            )
+    if layers and not state[0].is_contiguous():
+        raise ConfigError(f"kda_replay: state has strides {state.stride()}, expected contiguous layers")
+    places = {"sources": sources, "rows": rows, "counts": counts, "targets": targets}
+    if len({x.shape for x in places.values()}) > 1 or sources.ndim != 1:
+        shapes = {name: tuple(x.shape) for name, x in places.items()}
+        raise ConfigError(f"kda_replay: sources, rows, counts and targets must be equally many, got {shapes}")
+    from k3lib.backends.triton.kda_verify_kernels import launch_kda_replay
+
+    launch_kda_replay(state, k, v, log_decay, beta, sources, rows, counts, targets)

@@ -40,11 +40,16 @@ def _softplus(x):
 
 
 @triton.jit
-def _decay(logits, bias, rate, bound, BOUNDED: tl.constexpr):
+def _log_decay(logits, bias, rate, bound, BOUNDED: tl.constexpr):
     x = logits.to(tl.float32) + bias
     if BOUNDED:
-        return tl.exp(bound * tl.sigmoid(rate * x))
-    return tl.exp(-rate * _softplus(x))
+        return bound * tl.sigmoid(rate * x)
+    return -rate * _softplus(x)
+
+
+@triton.jit
+def _decay(logits, bias, rate, bound, BOUNDED: tl.constexpr):
+    return tl.exp(_log_decay(logits, bias, rate, bound, BOUNDED))
 
 
 @triton.jit
@@ -67,7 +72,10 @@ def _advance(s, q, k, v, decay, write, both):
     return s, out + u * both
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_tokens", "num_slots"])
+@triton.jit(
+    do_not_specialize=["num_requests", "num_tokens", "num_slots", "kept"],
+    do_not_specialize_on_alignment=["slots", "cu_seqlens", "saves", "save_slots"],
+)
 def _kda_recurrent_kernel(
     q,
     k,
@@ -82,6 +90,11 @@ def _kda_recurrent_kernel(
     cu_seqlens,
     saves,
     save_slots,
+    kept_k,
+    kept_v,
+    kept_decay,
+    kept_beta,
+    kept_states,
     q_stride,
     k_stride,
     v_stride,
@@ -95,6 +108,7 @@ def _kda_recurrent_kernel(
     num_requests,
     num_tokens,
     num_slots,
+    kept,
     bound,
     scale,
     HEADS: tl.constexpr,
@@ -106,6 +120,7 @@ def _kda_recurrent_kernel(
     BOUNDED: tl.constexpr,
     HAS_STATE: tl.constexpr,
     HAS_SAVES: tl.constexpr,
+    VERIFY: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     if EARLY:
@@ -146,21 +161,33 @@ def _kda_recurrent_kernel(
         vt = tl.load(v + at * v_stride + head * v_head + vi, mask=v_in, other=0.0).to(tl.float32)
         logits = tl.load(gate + at * gate_stride + head * gate_head + ki, mask=k_in, other=0.0)
         write = tl.sigmoid(tl.load(beta + at * beta_stride + head * beta_head).to(tl.float32))
+        log_decay = _log_decay(logits, bias, rate, bound, BOUNDED)
+        if VERIFY == "replay":
+            place = (request.to(tl.int64) * kept + t - start) * HEADS + head
+            inside = t - start < kept
+            first = inside & (tl.program_id(1) == 0)
+            tl.store(kept_k + place * K + ki, kt.to(kept_k.dtype.element_ty), mask=k_in & first)
+            tl.store(kept_decay + place * K + ki, log_decay, mask=k_in & first)
+            tl.store(kept_beta + place, write, mask=first)
+            tl.store(kept_v + place * V + vi, vt.to(kept_v.dtype.element_ty), mask=v_in & inside)
         qt, kt = _unit(qt) * scale, _unit(kt)
         both = tl.sum(tl.sum(qt * kt, 1), 0)
-        s, o = _advance(s, qt, kt, vt, _decay(logits, bias, rate, bound, BOUNDED), write, both)
+        s, o = _advance(s, qt, kt, vt, tl.exp(log_decay), write, both)
         o = tl.where(live, o, 0.0)
         tl.store(out + (at * HEADS + head) * V + vi, o.to(out.dtype.element_ty), mask=v_in)
+        if VERIFY == "states":
+            place = (request.to(tl.int64) * kept + t - start) * (HEADS * V * K)
+            tl.store(kept_states + place + cell, s.to(kept_states.dtype.element_ty), mask=s_in & (t - start < kept))
         if HAS_SAVES:
             n = first_save
             while n < last_save:
                 if tl.load(saves + num_requests + 1 + 2 * n) == t + 1 - start:
                     row = tl.load(save_slots + tl.load(saves + num_requests + 2 + 2 * n)).to(tl.int64)
-                    kept = s_in & (row > 0) & (row < num_slots)
-                    tl.store(state + row * (HEADS * V * K) + cell, s.to(state.dtype.element_ty), mask=kept)
+                    wanted = s_in & (row > 0) & (row < num_slots)
+                    tl.store(state + row * (HEADS * V * K) + cell, s.to(state.dtype.element_ty), mask=wanted)
                 n += 1
         t += 1
-    if HAS_STATE:
+    if HAS_STATE and VERIFY == "none":
         tl.store(state + slot * (HEADS * V * K) + cell, s.to(state.dtype.element_ty), mask=s_in & stored)
 
 
@@ -233,7 +260,10 @@ def _gated_norm(o, shown, norm, dtype: tl.constexpr, V: tl.constexpr, eps):
     return o * tl.rsqrt(tl.sum(o * o, 0) / V + eps) * norm * tl.sigmoid(shown)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_slots"],
+    do_not_specialize_on_alignment=["slots", "cu_seqlens"],
+)
 def _kda_mixer_kernel(
     qkv,
     gate,
@@ -415,9 +445,9 @@ def _split_keys(key_dim: int, itemsize: int, row_bytes: int) -> tuple[int, int]:
 
 
 def launch_kda_recurrent(
-    q, k, v, gate, beta, params, state, slots, cu_seqlens, scale, saves, save_slots, out, config=None
+    q, k, v, gate, beta, params, state, slots, cu_seqlens, scale, saves, save_slots, out, verify=None, config=None
 ):
-    """Launch for checked arguments; fills `out`, updates `state`."""
+    """Launch for checked arguments; fills `out`, updates `state`, or `verify` instead."""
     tokens, heads, value_dim = v.shape
     key_dim = k.shape[-1]
     requests = cu_seqlens.numel() - 1
@@ -439,6 +469,7 @@ def launch_kda_recurrent(
         cu_seqlens,
         cu_seqlens if saves is None else saves,
         cu_seqlens if saves is None else save_slots,
+        *((None,) * 5 if verify is None else (verify.k, verify.v, verify.log_decay, verify.beta, verify.states)),
         q.stride(0),
         k.stride(0),
         v.stride(0),
@@ -452,6 +483,7 @@ def launch_kda_recurrent(
         requests,
         tokens,
         0 if state is None else state.shape[0],
+        0 if verify is None else verify.inputs.shape[1],
         0.0 if params.lower_bound is None else params.lower_bound,
         scale,
         HEADS=heads,
@@ -463,6 +495,7 @@ def launch_kda_recurrent(
         BOUNDED=params.lower_bound is not None,
         HAS_STATE=state is not None,
         HAS_SAVES=saves is not None,
+        VERIFY="none" if verify is None else verify.kind,
         **launch_options(v.device, warps, registers),
     )
 

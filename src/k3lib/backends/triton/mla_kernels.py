@@ -127,7 +127,10 @@ def _attend_tiles(
 _LENGTHS = ["num_rows", "num_requests", "table_width", "table_stride", "num_pages", "num_splits", "per_split"]
 
 
-@triton.jit(do_not_specialize=_LENGTHS)
+@triton.jit(
+    do_not_specialize=_LENGTHS,
+    do_not_specialize_on_alignment=["table", "lens", "cu"],
+)
 def _decode_kernel(
     q, pages, table, lens, cu, out, lse, scale,
     num_rows, num_requests, table_width, table_stride, num_pages, num_splits, per_split,
@@ -279,7 +282,10 @@ def _attend_blocks(
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(
+    do_not_specialize=["num_requests"],
+    do_not_specialize_on_alignment=["cu_q", "cu_k"],
+)
 def _attention_kernel(
     q, k, v, cu_q, cu_k, out, lse, scale, num_requests, q_t, q_h, k_t, k_h, v_t, v_h,
     H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,

@@ -136,7 +136,10 @@ def _merge_kernel(
     tl.store(lse_out + row, tl.where(total == 0.0, float("-inf"), top + tl.log(total)), mask=row_in)
 
 
-@triton.jit(do_not_specialize=["count", "num_rows"])
+@triton.jit(
+    do_not_specialize=["count", "num_rows"],
+    do_not_specialize_on_alignment=["rows"],
+)
 def _store_rows_kernel(
     values, pages, rows, count, num_rows, values_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, FP8: tl.constexpr, EARLY: tl.constexpr,
@@ -159,7 +162,10 @@ def _store_rows_kernel(
         tl.store(where, value.to(pages.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count", "num_rows"])
+@triton.jit(
+    do_not_specialize=["count", "num_rows"],
+    do_not_specialize_on_alignment=["rows"],
+)
 def _gather_rows_kernel(
     pages, rows, out, count, num_rows,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,

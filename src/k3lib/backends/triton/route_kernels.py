@@ -65,7 +65,10 @@ def _key(score, e):
     return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - e).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=["given_ptr"],
+)
 def _choose_kernel(
     logits_ptr, bias_ptr, given_ptr, ids_ptr, weights_ptr, num_tokens, scale, EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr, PARTS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, RENORMALIZE: tl.constexpr,
