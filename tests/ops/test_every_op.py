@@ -57,6 +57,22 @@ def mixer(tokens, requests):
     }
 
 
+def replay(tokens, requests):
+    kept = (2, max(requests, 1), 4, HEADS)
+    entries = torch.arange(requests, dtype=torch.int32)
+    return {
+        "state": draw(2, requests + 3, HEADS, VALUE, KEY),
+        "k": draw(*kept, KEY),
+        "v": draw(*kept, VALUE),
+        "log_decay": -draw(*kept, KEY).abs(),
+        "beta": draw(*kept).sigmoid(),
+        "sources": entries + 1,
+        "rows": entries,
+        "counts": torch.full((requests,), 3 if tokens else 0, dtype=torch.int32),
+        "targets": entries + 1,
+    }
+
+
 def convolution(tokens, requests):
     at = pools(requests)
     del at["state"]
@@ -125,6 +141,7 @@ CALLS = {
     "kda_chunk": recurrence,
     "kda_recurrent": recurrence,
     "kda_mixer": mixer,
+    "kda_replay": replay,
     "attn_res": residuals,
     "attention_varlen": lambda t, _: {
         "q": draw(t, HEADS, KEY), "k": draw(t, HEADS, KEY), "v": draw(t, HEADS, VALUE), "causal": True, "scale": 0.5,

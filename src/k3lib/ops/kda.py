@@ -422,10 +422,10 @@ def kda_replay(
     counts: Tensor,
     targets: Tensor,
 ) -> None:
-    """Advance states by tokens that a verify step kept, in all layers at once, with the arithmetic of `kda_recurrent`.
+    """Advance states, in place, by tokens that a verify step kept, in all layers at once.
 
-    Entry i reads `state[:, sources[i]]`, takes the first `counts[i]` tokens of scratch row `rows[i]`, and writes
-    `state[:, targets[i]]`. A source may be the target of its own entry, and of no other.
+    With the arithmetic of `kda_recurrent`. Entry i reads `state[:, sources[i]]`, takes the first `counts[i]` tokens of
+    scratch row `rows[i]`, and writes `state[:, targets[i]]`. A source may be the target of its own entry, of no other.
 
     Args:
         state: `[L, N, H, V, K]`, updated in place. L layers.
