@@ -311,7 +311,7 @@ def test_bench_prints_a_table_or_json(k3lib):
     only = ("--op", "route", "--case", "1 tokens")
     status, out, _ = k3lib("bench", *only)
     assert status == 0
-    assert "route             1 tokens                cpu" in out
+    assert out.splitlines()[1].split()[:4] == ["route", "1", "tokens", "cpu"]
     status, out, _ = k3lib("bench", *only, "--json", "--references", "--no-check")
     assert status == 0
     assert {json.loads(line)["impl"] for line in out.splitlines()} == {"cpu", "reference"}
@@ -323,4 +323,4 @@ def test_bench_prints_a_table_or_json(k3lib):
 def test_conformance_prints_a_table(k3lib):
     status, out, _ = k3lib("conformance", "--op", "rms_norm", "--op", "route", "--dtype", "float32", "--device", "cpu")
     assert status == 0
-    assert "rms_norm          cpu                 5     0       0" in out
+    assert ["rms_norm", "cpu", "5", "0", "0"] in [line.split()[:5] for line in out.splitlines()]
