@@ -122,6 +122,16 @@ def test_memory_is_that_of_plain_decoding_after_every_step(model, wanted, accept
         assert (got - want).abs().max() <= 1e-5 * want.abs().max().clamp(min=1)
 
 
+def test_wrong_drafts_change_nothing_in_512_tokens(model):
+    (ids,) = prompts(9, seed=4)
+    want = alone(model, ids, greedy(512)).token_ids
+    engine = spec_engine(model, Scripted([(ids, want)], right=lambda _: 0, length=lambda _: 3), pages=200)
+    (out,) = engine.generate([ids], greedy(512))
+    assert out.token_ids == want
+    assert out.speculation.accepted == 0
+    assert out.speculation.steps == 510  # the prompt gives the first token, and the last has no room for a draft
+
+
 def test_positions_of_acceptance_are_counted(model, wanted):
     draft = Scripted(list(zip(ASKED, wanted, strict=True)), right=lambda _: 3)
     engine = spec_engine(model, draft)
@@ -263,6 +273,8 @@ def test_what_does_not_fit_is_refused(model):
         spec_engine(model, odd)
     with pytest.raises(ConfigError, match=r"block_size=9.*7"):
         spec_engine(model, Scripted([]), spec={"block_size": 9})
+    with pytest.raises(ConfigError, match=r"simulate_accept_len=9.*7 draft tokens"):
+        spec_engine(model, Scripted([]), spec={"simulate_accept_len": 9})
     with pytest.raises(ConfigError, match="Proposer"):
         spec_engine(model, 5)
     with pytest.raises(ConfigError, match="deterministic"):

@@ -52,6 +52,11 @@ def make_proposer(config: SpecConfig, model: KimiK3ForCausalLM) -> Proposer:
         raise ConfigError(f"the proposer's block_size must be 1 .. {MAX_BLOCK}, got {size!r}")
     if config.block_size is not None and config.block_size > size:
         raise ConfigError(f"SpecConfig: block_size={config.block_size} exceeds the proposer's {size}")
+    block, length = config.block_size or size, config.simulate_accept_len
+    if length is not None and length > block + 1:
+        raise ConfigError(
+            f"SpecConfig: simulate_accept_len={length} exceeds what a step can give: {block} draft tokens and one more"
+        )
     check_taps(made, model)
     return made
 
