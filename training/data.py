@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from training.tasks import Item
     from training.words import Split
 
-__all__ = ["Rows", "Sample", "batches", "encode", "patches_of", "pool", "prompt_ids"]
+__all__ = ["Rows", "Sample", "batches", "encode", "padded", "patches_of", "pool", "prompt_ids"]
 
-GRID = 64  # lengths of batches are multiples of this
+# lengths of batches: few, so that each can have a CUDA graph, and dense, so that little is padding
+LENGTHS = sorted({base << shift for base in (128, 160, 192, 224) for shift in range(7)} | {16384, 17408})
 POOL = 2048  # items that are sorted by length together
 
 
@@ -53,7 +54,7 @@ class Rows:
     """A rectangular batch.
 
     Attributes:
-        ids: `[B, S]`, padded behind the end.
+        ids: `[B, S]`, padded behind the end; the last rows may be padding alone.
         places: `[N]`, flat places whose next token counts.
         labels: `[N]`, these tokens.
         patches: for each size of images their patches `[P, 3, p, p]` uint8.
@@ -139,9 +140,14 @@ def patches_of(picture: Picture) -> Tensor:
 # ---- batches ------------------------------------------------------------------------------------
 
 
-def _rows(samples: Sequence[Sample], pad: int) -> Rows:
-    length = -(-max(len(s.ids) for s in samples) // GRID) * GRID
-    ids = torch.full((len(samples), length), pad, dtype=torch.int64)
+def padded(length: int) -> int:
+    """The length of a batch whose longest item has `length` tokens."""
+    return next((n for n in LENGTHS if n >= length), -(-length // 1024) * 1024)
+
+
+def _rows(samples: Sequence[Sample], pad: int, tokens: int) -> Rows:
+    length = padded(max(len(s.ids) for s in samples))
+    ids = torch.full((max(1, tokens // length), length), pad, dtype=torch.int64)  # as many rows for equal lengths
     places: list[int] = []
     labels: list[int] = []
     by_size: dict[tuple[int, int], tuple[list[Tensor], list[int]]] = {}
@@ -186,13 +192,12 @@ def pool(
     ordered = sorted((s for s in samples if len(s.ids) <= longest), key=lambda s: len(s.ids))
     groups: list[list[Sample]] = []
     for sample in reversed(ordered):  # the longest of a group decides its length
-        longest_of = len(groups[-1][0].ids) if groups else 0
-        if groups and (len(groups[-1]) + 1) * -(-longest_of // GRID) * GRID <= tokens:
+        if groups and (len(groups[-1]) + 1) * padded(len(groups[-1][0].ids)) <= tokens:
             groups[-1].append(sample)
         else:
             groups.append([sample])
     random.Random(f"{seed} {number}").shuffle(groups)
-    return [_rows(group, tok.special["[PAD]"]) for group in groups]
+    return [_rows(group, tok.special["[PAD]"], tokens) for group in groups]
 
 
 class _Pools(torch.utils.data.Dataset[bytes]):

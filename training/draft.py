@@ -72,7 +72,8 @@ def draw_anchors(rows: Rows, count: int, generator: torch.Generator) -> Tensor:
     many = torch.bincount(owner, minlength=batch)
     first = many.cumsum(0) - many
     pick = (torch.rand(batch, count, generator=generator) * many[:, None]).long()
-    return rows.places[first[:, None] + pick] % length
+    # rows of padding get any place; nothing counts there
+    return rows.places[(first[:, None] + pick).clamp(max=len(rows.places) - 1)] % length
 
 
 def block(

@@ -90,7 +90,7 @@ class Muon(torch.optim.Optimizer):
         self,
         matrices: Iterable[tuple[nn.Parameter, tuple[int, int]]],
         *,
-        lr: float,
+        lr: float | Tensor,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
     ) -> None:
@@ -119,9 +119,9 @@ class Muon(torch.optim.Optimizer):
             if parts.shape[1] > parts.shape[2]:
                 parts, target = parts.mT, target.mT
             shapes.setdefault((parts.shape[1], parts.shape[2]), []).append((parts, target))
-        torch._foreach_mul_(group["params"], 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_mul_([value for value, _ in live], 1 - group["lr"] * group["weight_decay"])
         for (_, columns), both in shapes.items():
             updates = orthogonal(torch.cat([parts for parts, _ in both]))
             sizes = [len(parts) for parts, _ in both]
-            factor = -group["lr"] * _UPDATE_SIZE * math.sqrt(columns)
-            torch._foreach_add_([target for _, target in both], torch.split(updates, sizes), alpha=factor)
+            updates = updates * (-group["lr"] * _UPDATE_SIZE * math.sqrt(columns))
+            torch._foreach_add_([target for _, target in both], torch.split(updates, sizes))

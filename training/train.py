@@ -28,6 +28,7 @@ from torch.profiler import profile as recorder
 from k3lib import Batch, KimiK3Config
 from k3lib.layers.vision import Grid, VisionBatch
 from training import data, ops
+from training.graphs import Graphs
 from training.model import nano_config, new_model, small_config
 from training.muon import Muon, split_parameters
 from training.plot import draw_curve
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["Settings", "Trainer", "embed", "held_out", "hidden_states", "load_run", "loss_of", "main"]
 
 CHECKPOINT = "state.pt"
+IGNORE = -100  # the label of a token that does not count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,7 @@ class Settings:
         precision: "bf16" (autocast), "tf32" or "fp32".
         experts: "dense" (all experts of every token), "grouped" (the chosen ones, by grouped products), or "auto":
             grouped in bf16, which is what those products know on every device.
+        capture: replay the layers and the optimisers from CUDA graphs, on devices that have them.
     """
 
     seed: int = 0
@@ -79,6 +82,7 @@ class Settings:
     clip: float = 1.0
     precision: str = "bf16"
     experts: str = "auto"
+    capture: bool = True
 
     @property
     def grouped(self) -> bool:
@@ -112,9 +116,14 @@ def hidden_states(model: KimiK3ForConditionalGeneration, rows: Rows, **options: 
     count, length = rows.ids.shape
     taps = options.pop("taps", None)
     embeds = embed(model, rows)
-    batch = Batch.lengths([length] * count, device=embeds.device)
     with ops.step(length, **options) as now:
+        batch = _batch(count, length, embeds.device)
         return model.language_model.hidden(batch, inputs_embeds=embeds, taps=taps), now
+
+
+@lru_cache(maxsize=256)
+def _batch(count: int, length: int, device: torch.device) -> Batch:
+    return Batch.lengths([length] * count, device=device)
 
 
 def loss_of(model: KimiK3ForConditionalGeneration, rows: Rows, **options: Any) -> tuple[Tensor, Tensor, ops.Step]:
@@ -165,8 +174,17 @@ class Trainer:
         matrices, others = split_parameters(self.model, self.model.config.text)
         self.trained = [value for value, _ in matrices] + others
         self.muon = Muon(matrices, lr=settings.lr, weight_decay=settings.weight_decay)
-        self.adamw = torch.optim.AdamW(others, lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0)
+        rate = torch.tensor(settings.lr, device=device)  # a tensor, which graphs read when they run
+        on_device = self.device.type == "cuda"
+        self.adamw = torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, capturable=on_device)
+        self.muon.param_groups[0]["lr"] = rate
+        self.rate = rate
+        self.grads = [torch.zeros_like(value) for value in self.trained]  # they stay where they are
+        sees = {id(p) for part in (self.model.vision_tower, self.model.mm_projector) for p in part.parameters()}
+        self._sees = [id(value) in sees for value in self.trained]
+        self.graphs = Graphs(enabled=on_device and settings.capture)
         self.position, self.step, self.tokens, self.seconds = (0, 0), 0, 0, 0.0
+        self.qat = False
         self.curve: list[Record] = []
         self._recent: list[tuple[Tensor, Tensor, Tensor]] = []
         self.hooks: list[Callable[[Trainer], dict[str, float]]] = []
@@ -184,26 +202,54 @@ class Trainer:
         return s.lr * min((self.step + 1) / s.warmup, 1.0, (1 - self.progress) / s.decay)
 
     def train_step(self, rows: Rows) -> None:
-        """One update."""
+        """One update: embeddings and pictures eagerly, layers and optimisers from graphs where there are any."""
         s = self.settings
-        lr = self.learning_rate()
-        for optimiser in (self.muon, self.adamw):
-            optimiser.param_groups[0]["lr"] = lr
+        qat = self.progress >= s.qat_from
+        if qat != self.qat:
+            self.graphs.forget()
+            self.qat = qat
+        self.rate.fill_(self.learning_rate())
         rows = rows.to(self.device)
+        has_images = bool(rows.grids)
+        for value, grad, sees in zip(self.trained, self.grads, self._sees, strict=True):
+            value.grad = grad if has_images or not sees else None  # optimisers leave alone what has none
+        count, length = rows.ids.shape
+        labels = torch.full((count * length,), IGNORE, device=self.device).index_put((rows.places,), rows.labels)
+
+        def layers(embeds: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return self._layers(embeds, labels, count, length)
+
         with autocast(self.device, s.precision):
-            loss, _, now = loss_of(self.model, rows, qat=self.progress >= s.qat_from, balance=True, grouped=s.grouped)
+            embeds = embed(self.model, rows)
+        loss, load, grad = self.graphs.run(("layers", count, length), layers, embeds.detach(), labels)
+        embeds.backward(grad)
+        norm = self.graphs.run(("update", has_images), self._update)
+        self._recent.append((loss.clone(), norm.clone(), load.clone()))
+        self.step += 1
+        self.tokens += rows.ids.numel()
+
+    def _layers(self, embeds: Tensor, labels: Tensor, count: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss and load of a pass, and the gradient `[B * S, D]` of its embeddings; the others are added up."""
+        s, model = self.settings, self.model.language_model
+        embeds = embeds.detach().requires_grad_()
+        batch = _batch(count, length, self.device)
+        with autocast(self.device, s.precision), ops.step(length, qat=self.qat, balance=True, grouped=s.grouped) as now:
+            hidden = model.hidden(batch, inputs_embeds=embeds)
+        loss = F.cross_entropy(F.linear(hidden.to(model.dtype), model.lm_head.weight), labels, ignore_index=IGNORE)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.trained, s.clip)
-        self.muon.step()
-        self.adamw.step()
-        self.muon.zero_grad()
-        self.adamw.zero_grad()
         with torch.no_grad():
             for bias, better in now.biases:
                 bias.lerp_(better.to(bias.dtype), 0.1)
-        self._recent.append((loss.detach(), norm.detach(), now.most_load()))
-        self.step += 1
-        self.tokens += rows.ids.numel()
+        assert embeds.grad is not None, "a backward pass came by"
+        return loss.detach(), now.most_load().detach(), embeds.grad
+
+    def _update(self) -> Tensor:
+        """Move the weights and clear the gradients; returns the norm that these had."""
+        norm = torch.nn.utils.clip_grad_norm_(self.trained, self.settings.clip)
+        self.muon.step()
+        self.adamw.step()
+        torch._foreach_zero_(self.grads)
+        return norm
 
     def run(
         self,
@@ -295,6 +341,8 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.muon.load_state_dict(state["muon"])
         self.adamw.load_state_dict(state["adamw"])
+        for optimiser in (self.muon, self.adamw):
+            optimiser.param_groups[0]["lr"] = self.rate
         self.position, self.step, self.tokens = tuple(state["position"]), state["step"], state["tokens"]
         self.seconds, self.curve = state["seconds"], [Record(**r) for r in state["curve"]]
 
@@ -356,7 +404,6 @@ def profile(trainer: Trainer, *, steps: int = 3, rows: int = 25) -> str:
 
 def main() -> None:
     """Train as the command line says."""
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # lengths differ from step to step
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=9.0)
@@ -367,8 +414,11 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a tenth of the model, to try things out")
     parser.add_argument("--profile", action="store_true", help="print what takes the time, and end")
     for f in dataclasses.fields(Settings):
-        kind = str if f.type == "str" else type(f.default)
-        parser.add_argument(f"--{f.name.replace('_', '-')}", type=kind, default=f.default)
+        flag = f"--{f.name.replace('_', '-')}"
+        if isinstance(f.default, bool):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=f.default)
+        else:
+            parser.add_argument(flag, type=type(f.default), default=f.default)
     args = parser.parse_args()
     settings = Settings(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Settings)})
     trainer = Trainer(settings, small_config() if args.small else nano_config(), device=args.device)

@@ -1,6 +1,7 @@
 """A run of a small model on the CPU: the loss falls, resuming changes nothing, what is written is what was trained."""
 
 import csv
+import dataclasses
 
 import pytest
 import torch
@@ -74,6 +75,18 @@ def test_resuming_is_the_same_as_going_on(tmp_path, our_ops):
     other = Trainer(Settings(seed=1), small_config())
     with pytest.raises(ValueError, match="another run"):
         other.load(tmp_path)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: nothing is captured elsewhere")
+def test_captured_steps_are_the_eager_ones(our_ops):
+    changes = {"precision": "bf16", "tokens": 60_000, "batch_tokens": 4096, "qat_from": 0.5}
+    curves = []
+    for capture in (True, False):
+        trainer = Trainer(dataclasses.replace(SETTINGS, **changes, capture=capture), small_config(), device="cuda")
+        trainer.run(steps=14, every=1)
+        curves.append(torch.tensor([(record.loss, record.norm) for record in trainer.curve]))
+        assert bool(trainer.graphs) == capture
+    torch.testing.assert_close(*curves, rtol=0.02, atol=1e-3)
 
 
 def test_the_exported_checkpoint_gives_the_logits_that_were_trained(trained, exported, our_ops):
