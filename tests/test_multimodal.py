@@ -23,6 +23,7 @@ from k3lib.multimodal import (
     check_placeholders,
     expand_placeholders,
     gather_images,
+    scatter_images,
 )
 from k3lib.parallel import LOCAL, ParallelConfig
 from k3lib.testing import assert_close
@@ -254,6 +255,8 @@ def test_placeholders_and_images_must_be_equally_many():
 def test_patches_and_grids_must_agree(model):
     with pytest.raises(ConfigError, match="has 23 patches, the grids describe 24"):
         model.encode(torch.zeros(23, 3, 14, 14), [(1, 4, 6)])
+    with pytest.raises(ConfigError, match="has 0 patches, the grids describe 24"):
+        model.encode(None, [(1, 4, 6)], source=0)  # this is rank 0
     with pytest.raises(ConfigError, match=r"the batch has no input_ids"):
         model(Batch.lengths([3]), media=[MediaSpan(0, torch.zeros(1, 48))])
 
@@ -426,6 +429,20 @@ def test_all_ranks_get_all_features(size, rows):
         assert all(a.equal(b) for a, b in zip(found, whole, strict=True))
     with pytest.raises(ConfigError, match="this rank has 9 rows"):
         gather_images(torch.zeros(9, 2), [[0]], [3], Ranks(1)[0])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("counts", [[3, 1, 2, 4], [5], []], ids=str)
+def test_every_rank_gets_the_patches_of_its_images(size, counts):
+    shares, source = assign_images(counts, size), size - 1
+    parts = [torch.full((n, 2), float(i)) for i, n in enumerate(counts)]
+
+    def work(group):
+        given = torch.cat([torch.zeros(0, 2), *parts]) if group.rank == source else torch.zeros(0, 2)
+        return scatter_images(given, shares, counts, group, source)
+
+    for share, found in zip(shares, Ranks(size).run(work), strict=True):
+        assert found.equal(torch.cat([torch.zeros(0, 2), *(parts[i] for i in share)]))
 
 
 @pytest.mark.parametrize("config", [{}, {"ep_size": 2, "moe_exchange": "all_to_all"}], ids=str)

@@ -189,6 +189,8 @@ class Batch:
         routes: record or replay expert ids.
         replica_tokens: tokens of every replica in this step, where several share their experts; empty asks them.
         dcp_size, dcp_rank: ranks that share the tokens of the pages, and which of them this is; `place_rows` sets them.
+        split_over: ranks over which the new tokens of the requests are split, in order; these are this one's (see
+            `k3lib.parallel.kcp.prefill_split`).
     """
 
     input_ids: Tensor | None
@@ -208,6 +210,7 @@ class Batch:
     replica_tokens: tuple[int, ...] = ()
     dcp_size: int = 1
     dcp_rank: int = 0
+    split_over: int = 1
     _prefix: list[PrefixPiece] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:

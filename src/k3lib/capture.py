@@ -12,7 +12,7 @@ from k3lib import ops
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["capture", "graph_sizes", "reason_of"]
+__all__ = ["capture", "graph_sizes", "pool_bytes", "reason_of"]
 
 T = TypeVar("T")
 
@@ -55,6 +55,12 @@ def capture(run: Callable[[], T], device: torch.device, pool: Any) -> tuple[torc
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         result = run()
     return graph, result
+
+
+def pool_bytes(pool: Any) -> int:  # noqa: ANN401 - a handle whose type changes with torch
+    """Device memory that the graphs of a pool keep from everybody else."""
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool))
 
 
 def reason_of(error: Exception) -> str:

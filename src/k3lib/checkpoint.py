@@ -38,7 +38,17 @@ from k3lib.layers import Experts, KimiDeltaAttention, Linear
 from k3lib.layers.kda import live_decay, warn_tails
 from k3lib.layers.linear import Shard, placement, shard_range
 from k3lib.ops import ExpertWeights, quant
-from k3lib.stored import GIVEN, PLAIN, TORCH_DTYPES, Folder, GivenTensors, OpenFiles, TensorInfo, read_header
+from k3lib.stored import (
+    GIVEN,
+    PLAIN,
+    TORCH_DTYPES,
+    Folder,
+    GivenTensors,
+    OpenFiles,
+    TensorInfo,
+    fingerprint,
+    read_header,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -56,6 +66,7 @@ __all__ = [
     "GivenTensors",
     "LoadPlan",
     "TensorInfo",
+    "fingerprint",
     "load",
     "load_vision",
     "main_dtype",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -27,10 +26,11 @@ from k3lib.layers import (
     Linear,
     ResidualStream,
     RMSNorm,
+    ScoreWeights,
     SiTUMLP,
     VocabEmbedding,
 )
-from k3lib.layers.linear import fuse
+from k3lib.layers.linear import Fused, fuse
 from k3lib.ops.registry import check_backends
 from k3lib.parallel import LOCAL, Mesh, StagePayload, TokenShards
 from k3lib.parallel.mesh import device_of
@@ -88,12 +88,13 @@ class KimiK3DecoderLayer(K3Module):
             self.attn_read = AttnRes(None, None, self.input_layernorm)
             self.mlp_read = AttnRes(None, None, self.post_attention_layernorm)
         if self.kind == "kda":
-            self.self_attn: nn.Module = KimiDeltaAttention(text.kda, tp=tp, **place)
+            self.self_attn: nn.Module = KimiDeltaAttention(text.kda, tp=tp, cp=mesh.cp, **place)
         else:
             self.self_attn = GatedMLA(
                 text.mla,
                 tp=tp,
                 dcp=mesh.dcp,
+                cp=mesh.cp,
                 dcp_comm_backend=mesh.config.dcp_comm_backend or "a2a",
                 dcp_replicate_q_proj=mesh.config.dcp_replicate_q_proj,
                 **place,
@@ -109,6 +110,7 @@ class KimiK3DecoderLayer(K3Module):
                 spread=mesh.spread(self.moe_layer, text.moe.num_experts),
                 shared=mesh.shared_group,
                 shard_latent=mesh.config.shard_latent_projections,
+                overlap_shared=mesh.config.overlap_shared_experts,
                 **place,
             )
 
@@ -197,6 +199,14 @@ class KimiK3Model(K3Module):
             if text.attn_res is not None:
                 _residual_weights(self, "output_attn_res", text, place)
             self.norm = RMSNorm(text.hidden_size, text.norm_eps, **place)
+        readers = [read for layer in self.layers for read in (layer.attn_read, layer.mlp_read)]
+        if self.has_output:
+            readers.append(self.output_read)
+        self._scores = ScoreWeights([] if text.attn_res is None else readers)
+
+    def fused_parts(self) -> Sequence[Fused]:
+        """The weights that shape the scores of all reads."""
+        return () if self.text.attn_res is None else self._scores.parts
 
     @property
     def output_read(self) -> AttnRes:
@@ -223,7 +233,8 @@ class KimiK3Model(K3Module):
                 f"running sum, got {found}"
             )
         rows = self.text.attn_res.num_blocks_before(self.layer_range.stop)
-        return AttnResStream(embeddings, rows=rows, bank=bank, num_blocks=expected)
+        scores = self._scores.folded()
+        return AttnResStream(embeddings, rows=rows, bank=bank, num_blocks=expected, scores=scores)
 
     def run(
         self, stream: AttnResStream, batch: Batch, cache: CacheViews | None = None, *, taps: FeatureTap | None = None
@@ -639,7 +650,7 @@ class KimiK3ForCausalLM(K3Module):
         config = KimiK3Config.from_hf(folder.config())
         stored = folder.tensors()
         if mesh is not None:
-            mesh.check_same("the checkpoint", json.dumps([dict(config.hf), sorted(stored)], sort_keys=True))
+            mesh.check_same("the checkpoint", checkpoint.fingerprint(config.hf, stored))
         main = dtype or checkpoint.main_dtype(stored, config)
         # said outright: an ambient device can be shadowed by whoever calls this
         model = cls(config, mesh=mesh, layers=layers, dtype=main, device="meta", backends=None)

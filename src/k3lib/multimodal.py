@@ -44,6 +44,7 @@ __all__ = [
     "embed_ids",
     "expand_placeholders",
     "gather_images",
+    "scatter_images",
 ]
 
 logger = logging.getLogger(__name__)
@@ -173,6 +174,31 @@ def assign_images(costs: Sequence[int], size: int) -> tuple[tuple[int, ...], ...
     return tuple(tuple(sorted(share)) for share in shares)
 
 
+def scatter_images(
+    patches: Tensor, shares: Sequence[Sequence[int]], counts: Sequence[int], group: Group, source: int = 0
+) -> Tensor:
+    """Give every rank the patches of its images, which one rank has.
+
+    Args:
+        patches: `[P, ...]` on rank `source`, image after image; `[0, ...]` of the same dtype and device on the others.
+        shares: images of each rank, from `assign_images`.
+        counts: patches of each image.
+        group: the ranks.
+        source: which rank has them.
+
+    Returns:
+        `[p, ...]`, the patches of this rank's images, one after the other.
+    """
+    totals = [sum(counts[i] for i in share) for share in shares]
+    sent, received = [0] * group.size, [0] * group.size
+    if group.rank == source:
+        parts = torch.split(patches, list(counts))
+        patches = torch.cat([patches[:0], *(parts[i] for share in shares for i in share)])
+        sent = totals
+    received[source] = totals[group.rank]
+    return group.all_to_all(patches, sent, received)
+
+
 def gather_images(mine: Tensor, shares: Sequence[Sequence[int]], rows: Sequence[int], group: Group) -> list[Tensor]:
     """Give every rank the features of all images.
 
@@ -231,7 +257,11 @@ class KimiK3ForConditionalGeneration(K3Module):
         self.language_model = KimiK3ForCausalLM(
             config, mesh=mesh, layers=layers, dtype=dtype, device=device, backends=backends
         )
-        self._add_vision(config, dtype, device)
+        self._add_vision(config, dtype, self._tower_device(device))
+
+    def _tower_device(self, device: torch.device | str | None) -> torch.device | str | None:
+        """On later pipeline stages names and shapes only, so that all ranks refuse the same checkpoints."""
+        return device if self.has_tower else "meta"
 
     def _add_vision(self, config: KimiK3Config, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
         assert config.vision is not None, "checked before"
@@ -246,11 +276,12 @@ class KimiK3ForConditionalGeneration(K3Module):
         Raises:
             ConfigError: see the constructor.
         """
-        _check_vision(language_model.config, language_model.model.layer_range)
+        layers = None if language_model.mesh.pp.size > 1 else language_model.model.layer_range
+        _check_vision(language_model.config, layers)
         model = cls.__new__(cls)
         K3Module.__init__(model)
         model.language_model = language_model
-        model._add_vision(language_model.config, language_model.dtype, language_model.device)
+        model._add_vision(language_model.config, language_model.dtype, model._tower_device(language_model.device))
         return model
 
     @property
@@ -277,14 +308,20 @@ class KimiK3ForConditionalGeneration(K3Module):
         """The kernel preferences of this model as a context."""
         return self.language_model.use_backends()
 
+    @property
+    def has_tower(self) -> bool:
+        """Whether this rank sees: those of the first pipeline stage do, which alone need features."""
+        return _is_first(self.mesh)
+
     # -- images ---------------------------------------------------------------------------------------------------
 
     def encode(
         self,
-        pixel_values: Tensor,
+        pixel_values: Tensor | None,
         grid_thws: Tensor | Sequence[Sequence[int]],
         *,
         runner: Callable[[Tensor, Sequence[Grid]], Tensor] | None = None,
+        source: int | None = None,
     ) -> list[Tensor]:
         """Compute the features of images.
 
@@ -294,26 +331,50 @@ class KimiK3ForConditionalGeneration(K3Module):
             pixel_values: `[P, 3, p, p]` in [-1, 1], patches row by row, image after image; on any device.
             grid_thws: `[N, 3]`, frames, rows and columns of patches of each image.
             runner: computes this rank's images in place of `encode_local`, for example by replaying graphs.
+            source: the only rank of the TP group that has the patches; the others give None and are sent those of
+                their images. None: every rank has all.
 
         Returns:
-            `[n, D]` of each image, in the dtype of the embedding.
+            `[n, D]` of each image, in the dtype of the embedding. Later pipeline stages have no tower and need no
+            features: there they have a shape only, on the meta device.
 
         Raises:
             ConfigError: grids that the tower does not take, or another number or shape of patches than they say.
         """
-        grids = read_grids(grid_thws, self.vision_tower.config)
-        counts = [grid.num_patches for grid in grids]
-        if sum(counts) != len(pixel_values):
-            raise ConfigError(f"pixel_values has {len(pixel_values)} patches, the grids describe {sum(counts)}")
-        rows = [grid.num_rows(self.vision_tower.config.merge_kernel_size) for grid in grids]
-        run, tp = runner or self.encode_local, self.mesh.tp
+        config, tp = self.vision_tower.config, self.mesh.tp
+        grids = read_grids(grid_thws, config)
+        counts, rows = [grid.num_patches for grid in grids], [grid.num_rows(config.merge_kernel_size) for grid in grids]
+        is_told = source is not None and source != tp.rank
+        if not is_told and (pixel_values is None or sum(counts) != len(pixel_values)):
+            found = 0 if pixel_values is None else len(pixel_values)
+            raise ConfigError(f"pixel_values has {found} patches, the grids describe {sum(counts)}")
+        if not (self.has_tower and grids):
+            return [torch.empty(n, config.text_hidden_size, dtype=self.dtype, device="meta") for n in rows]
+        run = runner or self.encode_local
         if tp.size == 1:
+            assert pixel_values is not None, "checked before"
             return list(torch.split(run(pixel_values, grids), rows))
-        shares = assign_images([vision_flops(grid, self.vision_tower.config) for grid in grids], tp.size)
-        mine = shares[tp.rank]
-        parts = torch.split(pixel_values, counts)
-        patches = torch.cat([parts[i] for i in mine]) if mine else pixel_values[:0]
-        return gather_images(run(patches, [grids[i] for i in mine]), shares, rows, tp)
+        shares = assign_images([vision_flops(grid, config) for grid in grids], tp.size)
+        patches = self._own_patches(pixel_values, shares, counts, source)
+        mine = [grids[i] for i in shares[tp.rank]]
+        # a rank without images runs nothing, and exchanges with the others
+        features = run(patches, mine) if mine else self._placed(patches).new_zeros(0, config.text_hidden_size)
+        return gather_images(features, shares, rows, tp)
+
+    def _own_patches(
+        self, pixel_values: Tensor | None, shares: Sequence[Sequence[int]], counts: Sequence[int], source: int | None
+    ) -> Tensor:
+        """The patches of this rank's images."""
+        tp, p = self.mesh.tp, self.vision_tower.config.patch_size
+        if source is not None:
+            given = torch.empty(0, 3, p, p) if pixel_values is None else pixel_values
+            return scatter_images(self._placed(given), shares, counts, tp, source)
+        assert pixel_values is not None, "every rank has all patches"
+        parts = torch.split(pixel_values, list(counts))
+        return torch.cat([pixel_values[:0], *(parts[i] for i in shares[tp.rank])])
+
+    def _placed(self, pixel_values: Tensor) -> Tensor:
+        return pixel_values.to(device=self.device, dtype=self.dtype, non_blocking=True)
 
     def encode_local(self, pixel_values: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Compute the features of images on this rank, one after the other, `[rows of all, D]`."""
@@ -325,9 +386,8 @@ class KimiK3ForConditionalGeneration(K3Module):
 
     def encode_batch(self, pixel_values: Tensor, batch: VisionBatch) -> Tensor:
         """The same for a batch that was made before: waits for nothing, so it can be captured in a graph."""
-        patches = pixel_values.to(device=self.device, dtype=self.dtype, non_blocking=True)
         with self.use_backends():
-            features: Tensor = self.mm_projector(self.vision_tower(patches, batch))
+            features: Tensor = self.mm_projector(self.vision_tower(self._placed(pixel_values), batch))
         return features
 
     @staticmethod
@@ -345,27 +405,16 @@ class KimiK3ForConditionalGeneration(K3Module):
         Raises:
             ConfigError: features of another width, or images that overlap. Nothing has been written.
         """
+        _check_spans(spans, embeds.shape[1])
         for span in spans:
-            if span.features.ndim != 2 or span.features.shape[1] != embeds.shape[1]:
-                raise ConfigError(
-                    f"the features at token {span.position} have shape {list(span.features.shape)}, the embeddings a "
-                    f"width of {embeds.shape[1]}"
-                )
-        ordered = sorted(spans, key=lambda span: span.position)
-        for one, other in pairwise(ordered):
-            if one.position + one.length > other.position:
-                raise ConfigError(
-                    f"{one.length} rows of features at token {one.position} overlap the image at {other.position}"
-                )
-        for span in ordered:
             begin, end = max(span.position, start), min(span.position + span.length, start + len(embeds))
             if begin < end:
                 rows = span.features[begin - span.position : end - span.position]
                 embeds[begin - start : end - start] = rows.to(device=embeds.device, dtype=embeds.dtype)
         return embeds
 
-    def embed(self, batch: Batch, media: Sequence[MediaSpan], *, is_whole: bool = False) -> Tensor:
-        """Embed the tokens of a batch `[T, D]` and put the features of its images in.
+    def embed(self, batch: Batch, media: Sequence[MediaSpan], *, is_whole: bool = False) -> Tensor | None:
+        """Embed the tokens of a batch `[T, D]` and put the features of its images in; None on later pipeline stages.
 
         Args:
             batch: T packed tokens.
@@ -381,6 +430,10 @@ class KimiK3ForConditionalGeneration(K3Module):
             raise ConfigError("the batch has no input_ids to put images among")
         offsets = [0, *accumulate(batch.new_tokens)]
         by_request = _by_request(media, batch, is_whole=is_whole)
+        for spans in by_request.values():
+            _check_spans(spans, self.config.text.hidden_size)  # on all stages alike
+        if not self.language_model.model.has_embedding:
+            return None
         embeds = embed_ids(self.language_model, batch.input_ids)
         for request, spans in by_request.items():
             rows = slice(offsets[request], offsets[request + 1])
@@ -451,8 +504,11 @@ class KimiK3ForConditionalGeneration(K3Module):
         """
         folder = checkpoint.Folder(path, revision=revision)
         config = KimiK3Config.from_hf(folder.config())
-        _check_vision(config, options.get("layers"))
         stored = folder.tensors()
+        mesh: Mesh | None = options.get("mesh")
+        if mesh is not None:  # before anything that a rank with other files would refuse alone
+            mesh.check_same("the checkpoint", checkpoint.fingerprint(config.hf, stored))
+        _check_vision(config, options.get("layers"))
         model = cls.__new__(cls)
         K3Module.__init__(model)
         model._add_vision(config, dtype or checkpoint.main_dtype(stored, config), "meta")
@@ -461,7 +517,8 @@ class KimiK3ForConditionalGeneration(K3Module):
             path, dtype=dtype, device=device, revision=revision, progress=progress, **options
         )
         with torch.inference_mode(mode=False):
-            checkpoint.load_vision(model.vision_parts, stored, device=device or "cpu", progress=progress)
+            if model.has_tower:
+                checkpoint.load_vision(model.vision_parts, stored, device=device or "cpu", progress=progress)
             model.requires_grad_(requires_grad=False)
         return model.eval()
 
@@ -497,6 +554,8 @@ class KimiK3ForConditionalGeneration(K3Module):
         plan = checkpoint.plan_vision(self.vision_parts, stored, partial=partial)
         plan.check("the given tensors" if given is not None else str(source))
         self.language_model.load_weights(source, partial=partial, revision=revision, progress=progress)
+        if not self.has_tower:
+            return
         try:
             checkpoint.update_vision(self.vision_parts, stored, given, partial=partial, progress=progress)
         except Exception as error:
@@ -521,6 +580,26 @@ class KimiK3ForConditionalGeneration(K3Module):
             for name, value in part.named_parameters()
         }
         self.language_model.save_pretrained(path, experts=experts, max_file_bytes=max_file_bytes, extra=vision)
+
+
+def _is_first(mesh: Mesh) -> bool:
+    """Whether a rank is one of the first pipeline stage, which embeds."""
+    return mesh.pp.rank == 0
+
+
+def _check_spans(spans: Sequence[MediaSpan], width: int) -> None:
+    """Refuse features of another width, and images of a request that overlap."""
+    for span in spans:
+        if span.features.ndim != 2 or span.features.shape[1] != width:
+            raise ConfigError(
+                f"the features at token {span.position} have shape {list(span.features.shape)}, the embeddings a "
+                f"width of {width}"
+            )
+    for one, other in pairwise(sorted(spans, key=lambda span: span.position)):
+        if one.position + one.length > other.position:
+            raise ConfigError(
+                f"{one.length} rows of features at token {one.position} overlap the image at {other.position}"
+            )
 
 
 def _check_vision(config: KimiK3Config, layers: range | None) -> None:

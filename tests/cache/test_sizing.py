@@ -457,6 +457,22 @@ def test_pipeline_stages_are_charged_as_the_largest(official, pp_size, kda, mla)
     assert plan.limit("slots_per_request").value == (5 if pp_size == 1 else 4)
 
 
+def test_stages_by_hand_are_charged_as_they_are(official):
+    flags = {"rest_bytes": 60 * GIB, "tp_size": 8, "pp_size": 3}
+    even = plan_memory(official, **flags)
+    assert plan_memory(official, **flags, pp_partition=(31, 31, 31)) == even
+    plan = plan_memory(official, **flags, pp_partition=[20, 50, 23])
+    assert (plan.state_bytes * 69, plan.cell_bytes * 24) == (SLOT * 38, 27_648 * 12)
+    assert plan.K < even.K
+    for partition, message in (
+        ((50, 43), r"pp_partition=\(50, 43\) has 2 stages with 93 layers, expected pp_size=3 with 93"),
+        ((31, 31, 30), r"has 3 stages with 92 layers, expected pp_size=3 with 93"),
+        ((0, 50, 43), "pp_partition must be an integer >= 1, got 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            plan_memory(official, **flags, pp_partition=partition)
+
+
 def test_a_model_without_kda_layers_is_limited_by_tokens_alone():
     plan = plan_memory(only("mla"), rest_bytes=MIB, context_length=100, page_size=16)
     assert (plan.case, plan.state_bytes, plan.state_pool_bytes) == ("no KDA layers", 0, 0)

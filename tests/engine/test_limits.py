@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from k3lib import KimiK3Config, KimiK3ForCausalLM
 from k3lib.cache import CacheConfig, kv_bytes_per_token, state_bytes_per_slot
 from k3lib.engine import AsyncEngine, Engine, EngineConfig, Request, SamplingParams
 from k3lib.engine import config as engine_config
-from k3lib.engine.config import resolve_limits
+from k3lib.engine.config import free_bytes, resolve_limits
 from k3lib.errors import CapacityError, ConfigError, RequestError
+from k3lib.parallel import ParallelConfig
 
 POOLS = CacheConfig(num_pages=8, num_slots=4, page_size=8, checkpoint_grid=16)
 NAMES = {
@@ -398,3 +400,20 @@ def test_an_asynchronous_engine_refuses_before_anything_is_queued(model):
     finally:
         engine.close()
     assert drained(engine.engine)
+
+
+def test_pools_get_what_the_fraction_leaves(monkeypatch):
+    """`free - (1 - fraction) * before - images` (serving specification, section 1.2), on the rank that has least."""
+    model = SimpleNamespace(
+        device=torch.device("cuda"),
+        mesh=SimpleNamespace(least=lambda n: n, config=ParallelConfig()),
+        config=SimpleNamespace(vision=None),
+    )
+    gib = 1 << 30
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 90 * gib)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 92 * gib)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (48 * gib, 141 * gib))  # others hold one
+    assert free_bytes(model, EngineConfig(mem_fraction_static=0.8)) == 22 * gib
+    assert free_bytes(model, EngineConfig()) == pytest.approx(40 * gib, abs=0.1 * gib)  # 10 GiB for activations
+    with pytest.raises(ConfigError, match=r"mem_fraction_static=0\.6 leaves nothing.*give a fraction above 0\.643"):
+        free_bytes(model, EngineConfig(mem_fraction_static=0.6))

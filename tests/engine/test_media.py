@@ -389,7 +389,8 @@ def test_the_cache_of_features_is_bounded_by_bytes(model):
 
 
 def test_what_is_held_may_exceed_the_limit():
-    cache = FeatureCache(100)
+    left = []
+    cache = FeatureCache(100, on_drop=left.append)
     cache.put("a", torch.zeros(20), {1})
     cache.put("b", torch.zeros(20), {2})
     assert cache.num_bytes == 160
@@ -402,8 +403,11 @@ def test_what_is_held_may_exceed_the_limit():
     assert cache.hold("b", 3) is None  # it was used less recently
     assert cache.hold("a", 3) is not None
     cache.check()
+    cache.put("a", torch.zeros(5), {3})  # replaced, not gone
+    assert (left, cache.num_bytes, cache.held_bytes) == (["b"], 20, 20)
     cache.clear()
     assert cache.num_bytes == len(cache) == 0
+    assert left == ["b", "a"]
     with pytest.raises(ConfigError, match="max_bytes must be >= 0, got -1"):
         FeatureCache(-1)
 
@@ -437,8 +441,8 @@ def test_images_of_a_step_are_encoded_in_groups_of_bounded_size(model, monkeypat
     calls = []
     monkeypatch.setattr(
         model,
-        "encode",
-        lambda patches, grids, **o: calls.append(len(grids)) or type(model).encode(model, patches, grids),
+        "encode_local",
+        lambda patches, grids: calls.append(len(grids)) or type(model).encode_local(model, patches, grids),
     )
     prompts = [prompt(2, picture(SMALL, i), 2, seed=i) for i in range(3)] + [prompt(1, picture((1, 8, 8)), 1)]
     run(make_engine(model), *prompts)
@@ -550,6 +554,16 @@ def test_large_images_and_failed_captures_run_eagerly(model, caplog):
     assert caplog.text.count("1x4x8 run without a graph: this op waits") == 1
 
 
+def test_by_default_two_graphs_of_at_most_6144_patches_are_made_the_second_time(model, monkeypatch):
+    monkeypatch.setattr(model, "encode_local", lambda patches, grids: torch.zeros(len(grids), 1))
+    graphs = VisionGraphs(model, capture=(capture := Capture()))
+    largest, larger, other, third = Grid(1, 64, 96), Grid(1, 64, 98), Grid(1, 2, 2), Grid(1, 2, 4)
+    for grid in (largest, larger, larger, largest, other, third, other, third, third):
+        graphs.run(torch.zeros(0), [grid])
+    assert capture.made == [(largest,), (other,)]
+    assert graphs.num_replays == 2
+
+
 def test_grids_are_forgotten_after_many_others(model):
     graphs = VisionGraphs(model, capture=(capture := Capture()), capacity=1)
     ask(graphs, SMALL)
@@ -588,3 +602,16 @@ def test_graphs_are_off_by_default_and_where_there_is_no_device(model):
     assert Engine(model).stats()["limits"]["image_cache_bytes"] == {
         "value": 100 << 20, "reason": "default", "note": "features of images that no running request needs",
     }  # fmt: skip
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: graphs are captured there")
+def test_a_captured_tower_gives_what_the_tower_gives():
+    seen = KimiK3ForConditionalGeneration(KimiK3Config.tiny(), dtype=torch.bfloat16, device="cuda").eval()
+    seed_weights(seen).requires_grad_(requires_grad=False)
+    graphs, grids = VisionGraphs(seen), [Grid(1, 8, 12), Grid(1, 2, 2)]
+    for seed in range(3):
+        patches = draw(100, 3, 14, 14, seed=seed).to(seen.device, seen.dtype)
+        torch.testing.assert_close(graphs.run(patches, grids), seen.encode_local(patches, grids))
+    found = graphs.stats()
+    assert (found["captures"], found["replays"], found["failed"]) == (1, 2, 0)
+    assert found["retained_bytes"] > patches.nbytes

@@ -1,8 +1,13 @@
-"""One rank of the process tests: `python process_worker.py NAME OUT GOLDEN`, with the environment of torchrun.
+"""The ranks of the process tests: `python process_worker.py NAMES OUT FOLDER`, with WORLD_SIZE and where to meet.
 
-Each check leaves its results in OUT/<check>.<rank>.pt, or the text of its failure.
+Imports once, then forks a process for each rank, with the environment of torchrun. Each check leaves its results in
+OUT/<check>.<rank>.pt, or the text of its failure; what a rank writes to stderr is in OUT/<rank>.stderr. In the end
+OUT/ends.json has the exit status of every rank, and when it ended.
 """
 
+import asyncio
+import itertools
+import json
 import os
 import pathlib
 import sys
@@ -16,15 +21,16 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # seeded.py
 
 from seeded import draw
-from worlds import Steps, load, new_pool
+from worlds import Steps, converse, load, new_pool, ngrams, of_replica, part_of, rules, run_steps
 
-from k3lib import Batch, Mesh, ParallelConfig
+from k3lib import AsyncEngine, Batch, Engine, Mesh, ParallelConfig, SamplingParams
+from k3lib.engine import follow
 from k3lib.errors import ConfigError
 from k3lib.ops import KDAParams
 from k3lib.parallel import dcp
-from k3lib.parallel.kcp import kda_context_parallel, split_tokens
+from k3lib.parallel.kcp import kda_context_parallel, prefill_split, split_tokens
 
-RANK = int(os.environ["RANK"])
+RANK = -1  # set in each rank
 SIZE = int(os.environ["WORLD_SIZE"])
 
 
@@ -80,24 +86,46 @@ def collectives(_golden):
     return found
 
 
-LAYOUTS = {
-    "tp x dcp": {"tp_size": 4, "dcp_size": 4},
-    "dp x ep": {"tp_size": 4, "dp_size": 2, "ep_size": 4, "moe_exchange": "all_to_all"},
-    "pp x tp": {"tp_size": 2, "pp_size": 2},
-}
-
-
-def layouts(golden):
-    """Logits of two requests over cached prefixes, of every layout."""
+def layouts(folder):
+    """Which replica this rank is in, and the logits of its steps, in every layout that was asked for."""
     found = {}
-    for name, sizes in LAYOUTS.items():
+    for name, sizes in json.loads(os.environ["LAYOUTS"]).items():
         mesh = Mesh.create(ParallelConfig(**sizes))
-        model = load(golden / "tiny_k3_dev", mesh)
-        pools = new_pool(model, mesh)
-        with torch.no_grad():
-            batches = list(Steps().batches(512, mesh))
-            found[name] = [model(batch, pools, logits="last") for batch in batches]
+        replica = RANK % mesh.config.tp_size // mesh.config.attention_size
+        whole = folder / os.environ.get("MODEL", "")
+        model = part_of(whole, mesh, sizes) if "SHORT" in os.environ else load(whole, mesh)
+        found[name] = replica, run_steps(model, mesh, Steps(*of_replica(replica)))
     return found
+
+
+def split_prompts(folder):
+    """Logits behind two prompts whose tokens are split over the ranks; the second is shorter than they are many."""
+    group = Mesh.create(ParallelConfig(tp_size=SIZE)).world
+    model = load(folder, Mesh.single().replace(cp=group))
+    pools = new_pool(model, model.mesh)
+    with torch.no_grad():
+        return prefill_split(
+            lambda batch: model(batch, pools, logits="last"),
+            [torch.arange(13) * 7 % 512, torch.tensor([9])],
+            group,
+            slots=[1, 2],
+            page_tables=[[1, 2, 3, 4], [5]],
+            page_size=4,
+            chunk=4,
+        )
+
+
+def engine(folder):
+    """An engine of eight ranks with drafts: what rank 0 answers."""
+    mesh = Mesh.create(ParallelConfig(tp_size=SIZE, dcp_size=SIZE))
+    model = part_of(folder, mesh, {})
+    if RANK:
+        return follow(model, rules(ngrams()))
+    leading = Engine(model, rules(ngrams()))
+    try:
+        return converse(leading)
+    finally:
+        leading.close()
 
 
 def golden_greedy(golden):
@@ -217,19 +245,103 @@ def death(_golden):
         return type(error).__name__, str(error), seconds, told
 
 
-def main():
-    names, out, golden = sys.argv[1].split(","), pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])
+def failure(folder):
+    """A step fails on one rank; rank 0 has two requests, and waits for what ends it."""
+    failing = int(os.environ["FAILS"])
+    mesh = Mesh.create(ParallelConfig(pp_size=SIZE), timeout_s=90)
+    mesh = mesh.replace(health=mesh.watch(timeout_s=90))
+    model = load(folder, mesh)
+    stages = itertools.count()
+    run_stage = model.model.run_stage
+
+    def runs_out_of_memory(*args, **options):
+        if next(stages) == 3:
+            raise torch.OutOfMemoryError("out of memory on purpose")
+        return run_stage(*args, **options)
+
+    if failing == RANK:
+        model.model.run_stage = runs_out_of_memory
+    if RANK:
+        return follow(model, rules())
+    seen = []
+    leading = Engine(model, rules())
+    step = leading.step
+
+    def watched():
+        try:
+            return step()
+        except Exception as error:
+            seen.append(type(error).__name__)
+            raise
+
+    leading.step = watched
+    server = AsyncEngine(leading)
+
+    async def ask(prompt):
+        params = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
+        return [out.finish async for out in server.generate(prompt, params)][-1]
+
+    async def both():
+        return await asyncio.gather(ask([1, 2, 3]), ask([4, 5]))
+
+    begin = time.time()
+    finishes = asyncio.run(both())
+    torch.save((begin, finishes, seen[0]), pathlib.Path(sys.argv[2]) / "failure.0.pt")
+    time.sleep(120)
+    return "nothing ended rank 0"
+
+
+def drafts(folders):
+    """A conversation with an engine whose ranks share a draft, and everything that was proposed in it."""
+    from test_draft_ranks import converse, spec  # noqa: PLC0415 - imports pytest
+
+    mesh = Mesh.create(ParallelConfig(tp_size=SIZE, dcp_size=SIZE))
+    model, rules = load(folders / "target", mesh), spec({"radixark": folders / "radixark"}, "radixark")
+    if RANK:
+        follow(model, rules)
+        return None
+    engine = Engine(model, rules)
+    found = converse(engine)
+    engine.close()
+    return found
+
+
+def run_checks(names, out, folder):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for name in names:
         try:
-            result = globals()[name](golden)
+            result = globals()[name](folder)
         except BaseException:
             result = traceback.format_exc()
         torch.save(result, out / f"{name}.{RANK}.pt")
         if isinstance(result, str):
             os._exit(1)
     os._exit(0)  # groups with a dead rank cannot be taken down in order
+
+
+def begin(rank, out):
+    """A process of a rank."""
+    global RANK
+    RANK = rank
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.dup2(os.open(out / f"{rank}.stderr", os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+
+
+def main():
+    names, out, folder = sys.argv[1].split(","), pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])
+    ranks = {}
+    for rank in range(SIZE):
+        pid = os.fork()
+        if not pid:
+            begin(rank, out)
+            run_checks(names, out, folder)
+        ranks[pid] = rank
+    codes, ends = [0] * SIZE, [0.0] * SIZE
+    for _ in range(SIZE):
+        pid, status = os.wait()
+        codes[ranks[pid]], ends[ranks[pid]] = os.waitstatus_to_exitcode(status), time.time()
+    (out / "ends.json").write_text(json.dumps([codes, ends]))
 
 
 if __name__ == "__main__":

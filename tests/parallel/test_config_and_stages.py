@@ -1,14 +1,22 @@
 """Layouts: what divides what, which ranks form a group; pipeline stages and what travels between them."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from worlds import World
 
-from k3lib import KimiK3ForCausalLM, Mesh, ParallelConfig
-from k3lib.errors import ConfigError
-from k3lib.parallel import LOCAL, RankView, StagePayload, stage_layers
+from k3lib import Batch, KimiK3ForCausalLM, Mesh, ParallelConfig
+from k3lib.cache import CacheConfig, HybridCache
+from k3lib.checkpoint import Folder, fingerprint
+from k3lib.errors import CheckpointError, ConfigError
+from k3lib.parallel import LOCAL, RankView, StagePayload, dcp, stage_layers
 from k3lib.parallel.pp import features_before, payload_rows
+from k3lib.server.tiny import make_tiny
 from k3lib.testing import tiny_config
 
 
@@ -164,3 +172,99 @@ def test_a_feature_belongs_to_the_stage_of_its_reader():
     assert features_before((0, 3, 8), 4) == (0,)  # the value after layer 3 is read by layer 4
     assert features_before((0, 3, 8), 5) == (0, 1)
     assert features_before((), 5) == ()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_share_the_rows_of_tokens_and_no_state(size):
+    """Case I2: each of 100 tokens at a row of one rank; pages are as much wider as ranks are many; states whole."""
+    config, page, tokens = tiny_config(), 16, 100
+    used = -(-tokens // (page * size))
+    held = []
+    for rank in range(size):
+        sizes = CacheConfig(num_pages=used, num_slots=2, page_size=page)
+        pool = HybridCache.allocate(config, sizes, tp_size=4, dcp_size=size, dcp_rank=rank).pool
+        assert pool.kda.state.shape[2] == config.text.kda.num_heads // 4  # of the heads, however many share tokens
+        batch = Batch.of([tokens], page_tables=[list(range(1, 1 + used))], page_size=page * size)
+        dcp.place_rows(batch, page, size, rank)
+        here = {position: row for position, row in enumerate(batch.rows.tolist()) if row}
+        assert list(here) == list(range(rank, tokens, size))
+        assert sorted(here.values()) == list(range(page, page + len(here)))  # behind the null page, without gaps
+        held += here
+    assert sorted(held) == list(range(tokens))
+
+
+# ---- refused on every rank
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp_size": 3},
+        {"tp_size": 6, "dp_size": 2},
+        {"tp_size": 32, "dp_size": 32, "ep_size": 32},
+        {"tp_size": 2, "pp_size": 10},
+        {"tp_size": 4, "ep_size": 4, "redundant_experts": 2},
+    ],
+    ids="-".join,
+)
+def test_a_layout_that_does_not_fit_is_refused_on_every_rank_alike(sizes):
+    layout, said = ParallelConfig(**sizes), set()
+    for rank in range(layout.world_size):
+        with pytest.raises(ConfigError) as refused:
+            KimiK3ForCausalLM(tiny_config(), mesh=Mesh.view(layout, rank), device="meta")
+        said.add(str(refused.value))
+    assert len(said) == 1
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Checkpoints that ranks may confuse: other weights, another configuration, a tensor stored otherwise."""
+    root = tmp_path_factory.mktemp("folders")
+    make_tiny(root / "first", vision=False)
+    make_tiny(root / "weights", seed=1, vision=False)
+    for name in ("same", "config", "stored"):
+        shutil.copytree(root / "first", root / name)
+    config = json.loads((root / "config" / "config.json").read_text())
+    config["text_config"]["rms_norm_eps"] *= 2
+    (root / "config" / "config.json").write_text(json.dumps(config))
+    file = root / "stored" / "model.safetensors"
+    tensors = load_file(file)
+    norm = next(name for name in tensors if name.endswith("model.norm.weight"))
+    tensors[norm] = tensors[norm].float()
+    save_file(tensors, file, metadata={"format": "pt"})
+    return root
+
+
+@pytest.mark.parametrize(
+    ("names", "differing"),
+    [
+        (("first", "first", "weights", "first"), "2"),
+        (("first", "config", "first", "config"), "1, 3"),
+        (("stored", "first", "first", "first"), "1, 2, 3"),
+        (("first", "same", "first", "same"), None),
+    ],
+    ids=str,
+)
+def test_other_files_on_a_rank_are_refused_on_every_rank(folders, names, differing):
+    def work(mesh, rank):
+        try:
+            KimiK3ForCausalLM.from_pretrained(folders / names[rank], mesh=mesh, progress=False)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    want = differing and f"the checkpoint differs between ranks: {differing} of 4 have another than rank 0"
+    assert World(ParallelConfig(tp_size=4, ep_size=4)).run(work) == [want] * 4
+
+
+def test_a_fingerprint_is_of_kinds_and_samples(folders):
+    def of(name):
+        folder = Folder(folders / name)
+        return fingerprint(folder.config(), folder.tensors())
+
+    assert of("first") == of("same")
+    assert len({of(name) for name in ("first", "weights", "config", "stored")}) == 4
+    stored = Folder(folders / "first").tensors()
+    gone = {name: info._replace(file=folders / "nowhere") for name, info in stored.items()}
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        fingerprint({}, gone)

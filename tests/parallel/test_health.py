@@ -1,14 +1,18 @@
-"""Ranks that watch each other, and the conformance script on processes."""
+"""Ranks that watch each other."""
 
-import argparse
-import pathlib
-import runpy
 import threading
+import time
 
-from k3lib import ParallelConfig
+import pytest
+import torch
+from worlds import World
+
+from k3lib import Engine, EngineConfig, KimiK3ForCausalLM, ParallelConfig, SamplingParams
+from k3lib.cache import CacheConfig
+from k3lib.engine import follow
+from k3lib.parallel.group import TransportError
 from k3lib.parallel.health import Heartbeat
-
-SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "multi_gpu.py"
+from k3lib.testing import tiny_config
 
 
 class Board:
@@ -23,6 +27,14 @@ class Board:
                 raise ConnectionError("broken pipe")
             self.values[key] = value.encode()
             self.changed.notify_all()
+
+    def compare_set(self, key, expected, desired):
+        with self.changed:
+            if self.is_gone:
+                raise ConnectionError("broken pipe")
+            if self.values.get(key, b"") == expected.encode():
+                self.values[key] = desired.encode()
+            return self.values[key]
 
     def multi_get(self, keys):
         with self.changed:
@@ -91,14 +103,101 @@ def test_without_the_store_rank_0_is_gone():
     assert said[1] == ["rank 0 of 2 is gone: rank 1 ends"]
 
 
-def test_the_script_for_several_gpus_runs_on_processes(tmp_path, capfd):
-    script = runpy.run_path(str(SCRIPT))
-    args = argparse.Namespace(ranks=2, backend="gloo", size="tiny", only="replicated queries")
-    script["write_model"](tmp_path, args.size)
-    assert script["start"](args, tmp_path, limit_s=240) == [0, 0]
-    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith(("ok ", "OFF", "-- "))]
-    assert [line.split("  ")[0] for line in lines] == ["ok"]
-    assert "tp x dcp, replicated queries" in lines[0]
-    found = script["layouts"](4)
-    for sizes in found.values():
-        assert ParallelConfig(**sizes).world_size == 4
+@pytest.mark.parametrize("failed", [0, 1, 2])
+def test_a_rank_that_fails_says_why_and_all_end_at_once(failed):
+    """Long before anybody would be missed, and rank 0 last, which has the store."""
+    ranks, said, told = start(Board(), 3, timeout_s=60)
+    begin = time.monotonic()
+    ranks[failed].fail(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nDetails"))
+    for rank, event in enumerate(told):
+        assert event.wait(20)
+        cause = f"rank {failed} of 3 failed (OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.)"
+        assert said[rank] == [f"{cause}: rank {rank} ends"]
+        assert ranks[rank].trouble == cause
+    assert time.monotonic() - begin < 20
+    for rank in ranks:
+        rank.stop()
+
+
+def test_all_ranks_tell_the_first_failure():
+    ranks, said, told = start(Board(), 3, timeout_s=60)
+    ranks[1].fail(ValueError("first"))
+    ranks[2].fail(ValueError("second"))
+    ranks[0].fail(ValueError(), wait=False)
+    for event in told:
+        assert event.wait(20)
+    assert {text.split(": rank")[0] for (text,) in said} == {"rank 1 of 3 failed (ValueError: first)"}
+
+
+def test_a_broken_collective_blames_who_broke_it():
+    """The process that is gone, or the rank that failed; only if nobody is missed, the rank whose collective broke."""
+    board = Dying(2)
+    ranks, said, told = start(board, 3)
+    board.is_dead.set()
+    ranks[1].fail(TransportError("Connection closed by peer"))
+    assert told[0].wait(20)
+    assert said[0] == ["rank 2 of 3 gave no sign of life for 0.3 s: rank 0 ends"]
+    for rank in ranks:
+        rank.stop()
+
+    ranks, said, told = start(Board(), 2)
+    ranks[1].fail(TransportError("Connection closed by peer"), wait=False)
+    assert told[0].wait(20)
+    assert said[0] == ["rank 1 of 2 failed (TransportError: Connection closed by peer): rank 0 ends"]
+
+
+def test_a_rank_that_ends_after_its_failure_waits_until_the_others_know():
+    for failed in (0, 1):
+        ranks, said, told = start(Board(), 2, timeout_s=60)
+        ranks[failed].fail(ValueError("refused"))
+        ranks[failed].stop()  # the failure is on its way up: this process ends in order
+        assert told[1 - failed].wait(20)
+        assert said[failed] == []
+        assert said[1 - failed] == [f"rank {failed} of 2 failed (ValueError: refused): rank {1 - failed} ends"]
+
+
+def test_rank_0_ends_collectives_that_wait_for_the_failed_rank():
+    aborted = threading.Event()
+    board, told = Board(), threading.Event()
+    options = {"timeout_s": 60, "interval_s": 0.02, "abort": aborted.set}
+    first = Heartbeat(lambda: board, 0, 2, on_loss=lambda _: told.set(), **options)
+    Heartbeat(lambda: board, 1, 2, on_loss=lambda _: None, **options).fail(ValueError("x"))
+    assert told.wait(20)
+    assert aborted.is_set()
+    first.stop()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_step_that_fails_in_an_engine_is_told_to_all_ranks(failing):
+    board, world = Board(), World(ParallelConfig(tp_size=2))
+    config = tiny_config(num_hidden_layers=2, kda_layers=[1], full_attn_layers=[2])
+    rules = EngineConfig(cache=CacheConfig(num_pages=16, num_slots=4, page_size=4, checkpoint_grid=8))
+    heard, told = [], [threading.Event(), threading.Event()]
+
+    def run(model, rank):
+        if rank:
+            follow(model, rules)
+        else:
+            Engine(model, rules).generate([[1, 2, 3]], SamplingParams(max_new_tokens=2))
+
+    def work(mesh, rank):
+        def on_loss(message):
+            heard.append(message)
+            told[rank].set()
+            for group in world.groups.values():
+                group.barrier.abort()  # as a process that ends breaks its connections
+
+        beat = Heartbeat(lambda: board, rank, 2, interval_s=0.02, on_loss=on_loss)
+        model = KimiK3ForCausalLM(config, mesh=mesh.replace(health=beat), dtype=torch.float32)
+        if rank == failing:
+            model.model.layers[1].self_attn = None  # what that raises is as good as any
+        with pytest.raises((TypeError, threading.BrokenBarrierError)) as failure:
+            run(model, rank)
+        assert told[rank].wait(20)
+        return failure.type, beat.trouble
+
+    results = world.run(work)
+    cause = f"rank {failing} of 2 failed (TypeError: 'NoneType' object is not callable)"
+    assert [trouble for _, trouble in results] == [cause, cause]
+    assert results[failing][0] is TypeError
+    assert sorted(heard) == [f"{cause}: rank {rank} ends" for rank in range(2)]

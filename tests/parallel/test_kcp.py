@@ -6,26 +6,38 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from seeded import Ranks, draw
+from seeded import Ranks, draw, seed_weights
 
+from k3lib import Batch, KimiK3ForCausalLM, Mesh
+from k3lib.batch import StateSaves
+from k3lib.cache import CacheConfig
+from k3lib.cache.pools import HybridPool
 from k3lib.errors import ConfigError
+from k3lib.layers import GatedMLA
 from k3lib.ops import KDAParams, kda_chunk, kda_mixer
-from k3lib.parallel import LOCAL, kda_context_parallel
-from k3lib.parallel.kcp import compose, conv_halo, kda_mixer_context_parallel, split_tokens, transitions
-from k3lib.testing import assert_close
+from k3lib.parallel import LOCAL, RankView, kda_context_parallel
+from k3lib.parallel.kcp import (
+    compose,
+    conv_halo,
+    kda_mixer_context_parallel,
+    prefill_split,
+    split_tokens,
+    transitions,
+)  # fmt: skip
+from k3lib.testing import assert_close, tiny_config
 
 HEADS, KEYS, VALUES, WIDTH = 2, 8, 6, 4
 CHANNELS = HEADS * (2 * KEYS + VALUES)
 
 
-def params_of(bound):
-    return KDAParams(draw(HEADS, seed=20) * 0.5, draw(HEADS, KEYS, seed=21), bound)
+def params_of(bound, dtype=torch.float32):
+    return KDAParams(draw(HEADS, seed=20, dtype=dtype) * 0.5, draw(HEADS, KEYS, seed=21, dtype=dtype), bound)
 
 
-def inputs_of(length):
+def inputs_of(length, dtype=torch.float32):
     """qkv, gate, beta, out_gate of `length` tokens."""
     shapes = [(CHANNELS,), (HEADS, KEYS), (HEADS,), (HEADS, VALUES)]
-    return [draw(length, *shape, seed=30 + i) for i, shape in enumerate(shapes)]
+    return [draw(length, *shape, seed=30 + i, dtype=dtype) for i, shape in enumerate(shapes)]
 
 
 def parts_of(x, lengths, size, rank, cuts):
@@ -52,17 +64,15 @@ def splits(draw_one):
     return lengths, size, [[cut[r] for cut in cuts] for r in range(size)]
 
 
-@settings(max_examples=20)
-@given(splits(), st.sampled_from([-5.0, None]))
-def test_a_split_prefill_equals_the_whole(split, bound):
-    lengths, size, cuts = split
+def check_split(lengths, size, cuts, bound, dtype, *, allowed):
+    """A mixer over cut requests against one over whole ones: outputs, states and windows of every rank."""
     total, slots = sum(lengths), torch.arange(1, len(lengths) + 1, dtype=torch.int32)
-    inputs, params = inputs_of(total), params_of(bound)
-    weight, norm = draw(CHANNELS, WIDTH, seed=40), 1 + 0.1 * draw(VALUES, seed=41)
+    inputs, params = inputs_of(total, dtype), params_of(bound, dtype)
+    weight, norm = draw(CHANNELS, WIDTH, seed=40, dtype=dtype), 1 + 0.1 * draw(VALUES, seed=41, dtype=dtype)
 
     def pools():
-        state = draw(len(lengths) + 1, HEADS, VALUES, KEYS, seed=42)
-        return state, draw(len(lengths) + 1, WIDTH - 1, CHANNELS, seed=43)
+        state = draw(len(lengths) + 1, HEADS, VALUES, KEYS, seed=42, dtype=dtype)
+        return state, draw(len(lengths) + 1, WIDTH - 1, CHANNELS, seed=43, dtype=dtype)
 
     facts = {"params": params, "conv_weight": weight, "norm_weight": norm, "norm_eps": 1e-5, "scale": KEYS**-0.5}
     state, conv = pools()
@@ -78,9 +88,41 @@ def test_a_split_prefill_equals_the_whole(split, bound):
         return out, own_state, own_conv
 
     for rank, (got, own_state, own_conv) in enumerate(Ranks(size).run(work)):
-        assert_close(f"out of rank {rank}", parts_of(want, lengths, size, rank, cuts)[0], got, 1e-5)
-        assert_close("state", state, own_state, 1e-5)
+        assert got.dtype == own_state.dtype == dtype
+        assert_close(f"out of rank {rank}", parts_of(want, lengths, size, rank, cuts)[0], got, allowed)
+        assert_close(f"state of rank {rank}", state, own_state, allowed)
         assert own_conv.equal(conv)
+
+
+@settings(max_examples=20)
+@given(splits(), st.sampled_from([-5.0, None]))
+def test_a_split_prefill_equals_the_whole(split, bound):
+    check_split(*split, bound, torch.float32, allowed=1e-5)
+
+
+UNEVEN = {
+    # one request over four ranks: a chunk and a bit, then pieces shorter than the window of the convolution, then none
+    "shorter than the window": ([72], [[(0, 69)], [(69, 70)], [(70, 72)], [(72, 72)]]),
+    "nobody in front": ([9], [[(0, 0)], [(0, 0)], [(0, 9)], [(9, 9)]]),
+    # three requests, one of them empty, cut at other places
+    "several": (
+        [130, 0, 5],
+        [
+            [(0, 64), (0, 0), (0, 0)],
+            [(64, 65), (0, 0), (0, 1)],
+            [(65, 65), (0, 0), (1, 5)],
+            [(65, 130), (0, 0), (5, 5)],
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("bound", [-5.0, None], ids=["bounded", "softplus"])
+@pytest.mark.parametrize("name", UNEVEN)
+def test_a_split_prefill_is_exact_in_double_precision(name, bound):
+    """What is left is rounding: the maths of a split are those of the whole."""
+    lengths, cuts = UNEVEN[name]
+    check_split(lengths, 4, cuts, bound, torch.float64, allowed=1e-12)
 
 
 def test_a_long_sequence_over_eight_ranks_some_without_tokens():
@@ -165,3 +207,87 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent():
         kda_context_parallel(*tensors, draw(5, HEADS), state=state, cu_seqlens=offsets([4]), **facts)
     with pytest.raises(ConfigError, match="rank=2 is not one of size=2 ranks"):
         split_tokens([5], 2, 2)
+
+
+# ---- a whole model
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = tiny_config(
+        num_hidden_layers=5, kda_layers=[1, 2, 4], full_attn_layers=[3, 5], attn_res_block_size=2, num_experts=8,
+        num_experts_per_token=2,
+    )  # fmt: skip
+    return seed_weights(KimiK3ForCausalLM(config, dtype=torch.float32)).requires_grad_(requires_grad=False)
+
+
+def built(model, mesh):
+    """The same weights, on a mesh."""
+    copy = KimiK3ForCausalLM(model.config, mesh=mesh, dtype=torch.float32)
+    copy.load_state_dict(model.state_dict())
+    return copy
+
+
+def contents(pools, model, tables, totals, page):
+    """Everything that requests 1, 2, … have in the pools."""
+    found = {}
+    for layer, kind in enumerate(model.config.text.layer_types):
+        view = pools.view(layer)
+        if kind == "kda":
+            found[f"state {layer}"], found[f"window {layer}"] = view.state[1:3], view.conv[1:3]
+            continue
+        for i, (table, total) in enumerate(zip(tables, totals, strict=True)):
+            found[f"rows {layer} of {i}"] = view.pages[table].flatten(0, 1)[:total]
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_a_prefill_of_a_model_split_over_ranks_equals_the_whole(size, model):
+    """Two chunks of prompts, the second over cached prefixes and shorter than the ranks; then any rank decodes."""
+    page, tables = 4, [list(range(1, 12)), list(range(12, 18))]
+    steps = [(37, 5), (3, 9), (1, 1)]
+    ids = [torch.arange(41) * 7 % 512, torch.arange(15) * 13 % 512]
+    sizes = CacheConfig(num_pages=20, num_slots=2, page_size=page)
+
+    def serve(model, group):
+        pools = HybridPool(model.config.text, sizes, dtype=torch.float32, device="cpu")
+        cached, logits = [0, 0], []
+        for step, lengths in enumerate(steps):
+            new = [x[c : c + n] for x, c, n in zip(ids, cached, lengths, strict=True)]
+            facts = {"slots": [1, 2], "page_tables": tables, "page_size": page, "cached_tokens": cached}
+            if group is not None and step < 2:
+                logits.append(prefill_split(lambda b: model(b, pools, logits="last"), new, group, chunk=4, **facts))
+            else:
+                mode = "prefill" if step < 2 else "decode"
+                batch = Batch.of(lengths, mode=mode, input_ids=torch.cat(new), **facts)
+                logits.append(model(batch, pools, logits="last"))
+            cached = [c + n for c, n in zip(cached, lengths, strict=True)]
+        return logits, contents(pools, model, tables, cached, page)
+
+    with torch.no_grad():
+        want, held = serve(model, None)
+    for rank, (got, mine) in enumerate(Ranks(size).run(lambda group: serve(built(model, Mesh(cp=group)), group))):
+        for step, (one, other) in enumerate(zip(want, got, strict=True)):
+            assert_close(f"rank {rank}, step {step}", one, other, 1e-4)
+            assert other.argmax(-1).equal(one.argmax(-1))
+        for name in held:
+            assert_close(f"rank {rank}, {name}", held[name], mine[name], 1e-4)
+
+
+def test_a_batch_that_is_split_otherwise_than_the_model_is_refused(model):
+    ids, facts = [torch.arange(9)], {"slots": [1], "page_tables": [[1, 2, 3]], "page_size": 4}
+    view = RankView(0, 2)
+    pools = HybridPool(model.config.text, CacheConfig(num_pages=4, num_slots=1), dtype=torch.float32, device="cpu")
+    with pytest.raises(ConfigError, match="split over 2 ranks, the layer over 1: build the model on a mesh with cp"):
+        prefill_split(lambda batch: model(batch, pools, logits="last"), ids, view, **facts)
+    layer = GatedMLA(model.config.text.mla, cp=view, dtype=torch.float32)
+    batch = Batch.lengths([2])
+    batch.split_over = 2
+    with pytest.raises(ConfigError, match="split over 2 ranks needs pages"):
+        layer(draw(2, 96), batch)
+    tensors = [x[:0] for x in inputs_of(1)]
+    with pytest.raises(ConfigError, match="leave the state behind all of them, no other"):
+        kda_mixer_context_parallel(
+            *tensors, params=params_of(-5.0), conv_weight=None, norm_weight=None, norm_eps=1e-5, scale=1.0,
+            cu_seqlens=offsets([0]), saves=StateSaves((), (), torch.zeros(0, dtype=torch.int32)), group=view,
+        )  # fmt: skip

@@ -5,11 +5,14 @@ import functools
 import pytest
 import torch
 from seeded import seed_weights
-from worlds import Steps, World, load, run_steps
+from worlds import Steps, World, load, of_replica, run_steps
 
-from k3lib import KimiK3ForCausalLM, Mesh, ParallelConfig
+from k3lib import Batch, Engine, EngineConfig, KimiK3ForCausalLM, Mesh, ParallelConfig, SamplingParams
 from k3lib.batch import FeatureTap, RouteTap
+from k3lib.cache import CacheConfig
+from k3lib.cache.pools import HybridPool
 from k3lib.checkpoint import Folder, plan_load
+from k3lib.engine import follow
 from k3lib.errors import ConfigError
 from k3lib.parallel import RankView
 from k3lib.testing import assert_close, random_batch, tiny_config
@@ -56,13 +59,6 @@ def whole(folder):
     """Function from steps to the logits of one rank."""
     model = load(folder, Mesh.single())
     return functools.cache(lambda steps: run_steps(model, Mesh.single(), Steps(*steps)))
-
-
-def of_replica(replica):
-    """Steps of a replica: others than its neighbour's, of another size."""
-    if replica % 2 == 0:
-        return ((("prefill", (13, 3)), ("prefill", (6, 2)), ("decode", (1, 1)), ("verify", (3, 2))), replica)
-    return ((("prefill", (2,)), ("prefill", (0,)), ("decode", (1,)), ("verify", (1,))), replica)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -215,3 +211,71 @@ def test_a_stage_takes_what_the_one_before_gives(tiny):
         payload.bank = payload.bank[:, :0]
         with pytest.raises(ConfigError, match=r"begins at layer 2 needs 1 finished blocks .*got 0"):
             last.model.run_stage(batch, None, payload)
+
+
+# ---- cases from the field
+
+
+def test_case_i2_every_rank_stores_its_own_tokens_and_the_whole_state(folder):
+    """100 tokens over four ranks and pages of 16 rows: each token once, on its owner; the state of all tokens."""
+    ids, page, size = torch.arange(100) * 7 % 512, 16, 4
+
+    def prefill(mesh, _):
+        model = load(folder, mesh)
+        sizes = CacheConfig(num_pages=8, num_slots=1, page_size=page)
+        pools = HybridPool(model.config.text, sizes, dtype=model.dtype, device="cpu", tp_size=mesh.tp.size)
+        pages = [[3, 1, 7, 2, 5, 4, 6][: -(-100 // (page * mesh.dcp.size))]]
+        batch = Batch.of([100], slots=[1], page_tables=pages, page_size=page * mesh.dcp.size, input_ids=ids)
+        batch.place_rows(page, dcp_size=mesh.dcp.size, dcp_rank=mesh.dcp.rank)
+        model(batch, pools, logits="last")
+        return pools, batch.rows
+
+    (whole, rows), *_ = World(ParallelConfig()).run(prefill)
+    found = World(ParallelConfig(tp_size=size, dcp_size=size)).run(prefill)
+    for layer in (2, 4):
+        want = whole.view(layer).pages.flatten(0, 1)[rows]
+        seen = torch.zeros(100, dtype=torch.int64)
+        for rank, (pools, mine) in enumerate(found):
+            flat = pools.view(layer).pages.flatten(0, 1)
+            stored = mine > 0
+            assert stored.nonzero()[:, 0].tolist() == list(range(rank, 100, size))
+            assert_close(f"layer {layer}, rank {rank}", want[stored], flat[mine[stored]], LOGITS)
+            assert int(flat.any(-1).sum()) == int(stored.sum())  # row 0 took nothing, and no other row
+            seen += stored
+        assert seen.eq(1).all()
+    for rank, (pools, _) in enumerate(found):
+        for layer in (0, 1, 3):
+            want = whole.view(layer).state[1]
+            heads = slice(rank * len(want) // size, (rank + 1) * len(want) // size)
+            assert_close(f"state {layer}, rank {rank}", want[heads], pools.view(layer).state[1], LOGITS)
+
+
+@pytest.mark.parametrize("kv", ["float32", "fp8_e4m3"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_case_i3_a_cached_prefix_is_extended_in_chunks(size, kv, folder):
+    """Two boundaries are reused, 100 tokens come in two chunks, and some are decoded."""
+    rules = EngineConfig(
+        cache=CacheConfig(num_pages=48, num_slots=8, page_size=4, checkpoint_grid=16, kv_cache_dtype=kv),
+        chunked_prefill_size=64,
+        max_running_requests=2,
+    )
+    prefix, more = (torch.arange(33) * 11 % 512).tolist(), (torch.arange(100) * 5 % 512).tolist()
+
+    def talk(engine):
+        params = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
+        outs = [engine.generate([prompt], params)[0] for prompt in (prefix, prefix[:32] + more)]
+        return [(out.token_ids, out.cached_tokens) for out in outs]
+
+    def work(mesh, rank):
+        model = load(folder, mesh)
+        if rank:
+            return follow(model, rules)
+        engine = Engine(model, rules)
+        try:
+            return talk(engine)
+        finally:
+            engine.close()
+
+    want = talk(Engine(load(folder, Mesh.single()), rules))
+    assert want[1][1] == 32
+    assert World(ParallelConfig(tp_size=size, dcp_size=size)).run(work)[0] == want

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from k3lib import Engine, EngineConfig, KimiK3ForCausalLM, SamplingParams
+from k3lib.parallel.health import EXIT_STATUS
 from k3lib.server.tiny import make_tiny
 
 SCRIPT = "from k3lib.server.cli import serve; serve()"
@@ -28,11 +29,11 @@ def free_ports(count):
 
 
 class Ranks:
-    """Two processes of `k3lib-serve`."""
+    """Two processes of `k3lib-serve`; `other` is the folder of the second, if it is not that of the first."""
 
-    def __init__(self, folder, logs, *flags):
+    def __init__(self, folder, logs, *flags, other=None):
         port, master = free_ports(2)
-        command = [sys.executable, "-c", SCRIPT, "--model-path", str(folder), "--tokenizer-path", "bytes"]
+        command = [sys.executable, "-c", SCRIPT, "--tokenizer-path", "bytes"]
         command += [
             "--checkpoint-grid",
             "16",
@@ -55,7 +56,10 @@ class Ranks:
         for rank, log in enumerate(self.logs):
             with log.open("w") as err:
                 ranked = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                process = subprocess.Popen(command, env=ranked, stdout=subprocess.PIPE, stderr=err, text=True)
+                where = ["--model-path", str(other if other is not None and rank else folder)]
+                process = subprocess.Popen(
+                    [*command, *where], env=ranked, stdout=subprocess.PIPE, stderr=err, text=True
+                )
             self.processes.append(process)
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
 
@@ -75,7 +79,7 @@ class Ranks:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny")
-    make_tiny(path, vision=False)
+    make_tiny(path, vision=False, draft="inferact")
     return path
 
 
@@ -83,8 +87,8 @@ def folder(tmp_path_factory):
 def serve(folder, tmp_path):
     started = []
 
-    def start(*flags):
-        started.append(Ranks(folder, tmp_path, *flags))
+    def start(*flags, other=None):
+        started.append(Ranks(folder, tmp_path, *flags, other=other))
         return started[-1]
 
     yield start
@@ -92,8 +96,18 @@ def serve(folder, tmp_path):
         ranks.stop()
 
 
-def test_two_ranks_answer_like_one_and_end_together(serve, folder):
-    ranks = serve()
+def test_other_weights_on_a_rank_are_refused_by_both(serve, tmp_path):
+    make_tiny(tmp_path / "other", vision=False, seed=7)
+    ranks = serve(other=tmp_path / "other")
+    assert set(ranks.ends(150)) <= {2, EXIT_STATUS}  # each refuses, or hears first that the other did
+    for log in ranks.logs:
+        said = log.read_text()
+        assert "the checkpoint differs between ranks: 1 of 2 have another than rank 0" in said
+        assert "Traceback" not in said
+
+
+def test_two_ranks_with_a_draft_answer_like_one_and_end_together(serve, folder):
+    ranks = serve("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(folder / "dspark"))
     ranks.wait_until_up()
     model = KimiK3ForCausalLM.from_pretrained(folder, dtype=torch.float32, progress=False)
     params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
@@ -103,6 +117,7 @@ def test_two_ranks_answer_like_one_and_end_together(serve, folder):
         answer = ranks.http.post("/generate", json=body)
         assert answer.status_code == 200, answer.text
         assert answer.json()["output_ids"] == want.token_ids
+        assert answer.json()["meta_info"]["spec_verify_ct"] > 0
         ranks.processes[1].send_signal(signal.SIGTERM)  # rank 0 decides when it is time
     assert answer.json()["meta_info"]["cached_tokens"] > 0
     ranks.processes[0].send_signal(signal.SIGTERM)

@@ -8,12 +8,26 @@ from dataclasses import dataclass
 import torch
 from seeded import Ranks
 
-from k3lib import Batch, KimiK3ForCausalLM
+from k3lib import Batch, EngineConfig, KimiK3ForCausalLM, SamplingParams
 from k3lib.cache import CacheConfig
 from k3lib.cache.pools import HybridPool
 from k3lib.parallel import LOCAL, Mesh, dcp
+from k3lib.spec.proposer import SpecConfig
 
-__all__ = ["PAGE", "Steps", "World", "run_steps"]
+__all__ = [
+    "PAGE",
+    "PROMPTS",
+    "Steps",
+    "World",
+    "converse",
+    "load",
+    "new_pool",
+    "ngrams",
+    "of_replica",
+    "part_of",
+    "rules",
+    "run_steps",
+]
 
 PAGE = 4
 
@@ -152,6 +166,13 @@ class Steps:
             cached = [c + n for c, n in zip(cached, lengths, strict=True)]
 
 
+def of_replica(replica):
+    """Steps of a replica: others than its neighbour's, of another size."""
+    if replica % 2 == 0:
+        return ((("prefill", (13, 3)), ("prefill", (6, 2)), ("decode", (1, 1)), ("verify", (3, 2))), replica)
+    return ((("prefill", (2,)), ("prefill", (0,)), ("decode", (1,)), ("verify", (1,))), replica)
+
+
 def new_pool(model, mesh, *, num_pages=24, num_slots=3):
     """Pools of one rank."""
     cache = CacheConfig(num_pages=num_pages, num_slots=num_slots, page_size=PAGE, block_size=3)
@@ -177,3 +198,42 @@ def load(folder, mesh, **options):
     """One rank's part of a checkpoint, in fp32."""
     options = {"dtype": torch.float32, "progress": False, **options}
     return KimiK3ForCausalLM.from_pretrained(folder, mesh=mesh, **options)
+
+
+def part_of(folder, mesh, sizes):
+    """One rank's part: of all layers if there are stages, else of the first four, which is enough to see."""
+    return load(folder, mesh, layers=None if sizes.get("pp_size", 1) > 1 else range(4))
+
+
+def rules(spec=None):
+    """Of an engine: small pages and a fine grid, so that prefixes are reused and end inside the pages of all ranks."""
+    return EngineConfig(
+        cache=CacheConfig(num_pages=64, num_slots=8, page_size=2, checkpoint_grid=16, block_size=3),
+        chunked_prefill_size=16,
+        max_running_requests=3,
+        spec=spec,
+    )
+
+
+PROMPTS = ([7, 8, 9, 7, 8, 9, 7, 8] + [5] * 20, [1, 2] * 9)
+
+
+def ngrams():
+    """Drafts by looking up the last tokens."""
+    return SpecConfig(draft="ngram", block_size=3)
+
+
+def converse(engine):
+    """Two rounds of two prompts, answered in three words: the second finds prefixes, and n-grams to propose.
+
+    Returns:
+        Tokens, reused tokens of the second round, and how many tokens of drafts were proposed and accepted.
+    """
+    words = dict.fromkeys((7, 8, 9), 50.0)
+    params = SamplingParams(temperature=0, max_new_tokens=9, ignore_eos=True, logit_bias=words)
+    first = engine.generate(PROMPTS, params)
+    again = engine.generate([[*p, *out.token_ids] for p, out in zip(PROMPTS, first, strict=True)], params)
+    engine.cache.check()
+    report = engine.stats()["speculation"] or {"proposed": 0, "accepted": 0}
+    tokens, reused = [out.token_ids for out in (*first, *again)], [out.cached_tokens for out in again]
+    return tokens, reused, report["proposed"], report["accepted"]

@@ -39,7 +39,7 @@ FLAGS = re.findall(
 --speculative-num-draft-tokens --speculative-accept --speculative-adaptive --speculative-max-batch
 --speculative-rollback --speculative-simulate-accept-len --enable-linear-replayssm-spec
 --tp-size --dp-size --dcp-size --ep-size --pp-size --shared-experts-tp-size --moe-exchange --redundant-experts
---dcp-comm-backend --dcp-replicate-q-proj --shard-latent-projections --pp-partition
+--dcp-comm-backend --dcp-replicate-q-proj --shard-latent-projections --overlap-shared-experts --pp-partition
 --reasoning-parser --tool-call-parser --enable-metrics --enable-cache-report
     """,
 )

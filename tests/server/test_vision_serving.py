@@ -2,10 +2,13 @@
 
 import asyncio
 import base64
+import dataclasses
 import io
 import json
 import logging
 import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import numpy as np
@@ -74,12 +77,12 @@ def model():
 class Asking:
     """A server in this process, and how to ask it."""
 
-    def __init__(self, model, **rules):
+    def __init__(self, model, limits=LIMITS, **rules):
         rules = {"chunked_prefill_size": 64, **rules}
         pools = CacheConfig(num_pages=120, num_slots=8, page_size=16, checkpoint_grid=32)
         self.engine = Engine(model, EngineConfig(cache=pools, **rules), tokenizer=TOK)
         self.running = AsyncEngine(self.engine)
-        self.reader = image_reader(model, TOK, LIMITS)
+        self.reader = image_reader(model, TOK, limits)
         self.app = create_app(
             self.running, TOK, model_name="tiny", max_model_len=self.engine.context_length, images=self.reader
         )
@@ -161,6 +164,26 @@ def test_streams_cold_servers_and_chunks_say_the_same(server, model):
         assert found == want
     finally:
         fresh.close()
+
+
+def test_an_image_is_fetched_where_that_is_allowed(server, model, tmp_path):
+    picture(seed=12).save(tmp_path / "a.png")
+    want, usage = server.says(text("?"), part((tmp_path / "a.png").read_bytes()))
+    files = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path))
+    threading.Thread(target=files.serve_forever, daemon=True).start()
+    host = f"127.0.0.1:{files.server_port}"
+    asking = Asking(model, limits=dataclasses.replace(LIMITS, image_hosts=(host,), image_private_hosts=True))
+    try:
+        fetched = {"type": "image_url", "image_url": {"url": f"http://{host}/a.png"}}
+        tokens, found = asking.says(text("?"), fetched)
+        assert (tokens, found["prompt_tokens"]) == (want, usage["prompt_tokens"])
+        fetched["image_url"]["url"] = f"http://{host}/b.png"
+        answer = asking.chat(text("?"), fetched)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, PLACE)
+    finally:
+        asking.close()
+        files.shutdown()
+        files.server_close()
 
 
 def test_a_conversation_keeps_its_images(server):

@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from decimal import Decimal
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal, get_args
 
 from k3lib.config import KimiK3Config
 from k3lib.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from k3lib.config import KDAConfig, LayerKind, TextConfig
     from k3lib.draft_config import DraftConfig
 
@@ -85,10 +87,25 @@ def draft_bytes_per_token(draft: DraftConfig, *, itemsize: int = 2, tp_size: int
     """
     if draft.mla is not None:
         return draft.num_layers * draft.mla.latent_width * itemsize
-    heads = draft.num_kv_heads
+    return grouped_kv_bytes(draft.num_kv_heads, draft.head_dim, draft.num_layers, itemsize=itemsize, tp_size=tp_size)
+
+
+def grouped_kv_bytes(heads: int, head_dim: int, layers: int, *, itemsize: int = 2, tp_size: int = 1) -> int:
+    """Bytes of keys and values per token and rank of attention with grouped heads, over all its layers.
+
+    Args:
+        heads: of keys and values, shared or repeated over the ranks.
+        head_dim: of both.
+        layers: of the draft.
+        itemsize: bytes of one value.
+        tp_size: ranks of an attention group.
+
+    Raises:
+        ConfigError: the heads can be neither shared nor repeated evenly.
+    """
     if heads % tp_size and tp_size % heads:
         raise ConfigError(f"tp_size={tp_size} neither divides the {heads} KV heads of the draft nor is a multiple")
-    return max(1, heads // tp_size) * 2 * draft.head_dim * draft.num_layers * itemsize
+    return max(1, heads // tp_size) * 2 * head_dim * layers * itemsize
 
 
 def layer_state_bytes(kda: KDAConfig, state_itemsize: int, conv_itemsize: int) -> int:
@@ -386,12 +403,31 @@ def attention_width(text: TextConfig, tp_size: int, dp_size: int, dcp_size: int)
     return width
 
 
-def most_in_a_stage(text: TextConfig, kind: LayerKind, pp_size: int) -> int:
-    """Most layers of a kind in one pipeline stage; the last stages are one layer longer if it does not divide."""
+def most_in_a_stage(text: TextConfig, kind: LayerKind, pp_size: int, partition: Sequence[int] | None = None) -> int:
+    """Most layers of a kind in one pipeline stage.
+
+    Args:
+        text: the text model.
+        kind: "kda" or "mla".
+        pp_size: stages.
+        partition: layers of each; None splits evenly, the last stages one layer longer if it does not divide.
+
+    Raises:
+        ConfigError: more stages than layers, or a partition that does not add up.
+    """
     check_count("pp_size", pp_size)
-    if pp_size > text.num_layers:
+    if partition is not None:
+        counts = [check_count("pp_partition", count) for count in partition]
+        if (len(counts), sum(counts)) != (pp_size, text.num_layers):
+            raise ConfigError(
+                f"pp_partition={tuple(counts)} has {len(counts)} stages with {sum(counts)} layers, expected pp_size="
+                f"{pp_size} with {text.num_layers}"
+            )
+    elif pp_size > text.num_layers:
         raise ConfigError(f"pp_size={pp_size} exceeds the {text.num_layers} layers")
-    base, longer = divmod(text.num_layers, pp_size)
-    ends = [base * (i + 1) + max(0, i + 1 - (pp_size - longer)) for i in range(pp_size)]
+    else:
+        base, longer = divmod(text.num_layers, pp_size)
+        counts = [base + (stage >= pp_size - longer) for stage in range(pp_size)]
+    ends = list(accumulate(counts))
     layers = text.layers_of(kind)
     return max(sum(start <= layer < end for layer in layers) for start, end in pairwise([0, *ends]))

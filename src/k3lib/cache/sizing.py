@@ -38,6 +38,8 @@ from k3lib.cache.costs import (
 from k3lib.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from k3lib.config import KimiK3Config, TextConfig, VisionConfig
 
 __all__ = [
@@ -287,6 +289,7 @@ def plan_memory(  # noqa: PLR0913 - one argument a flag
     dp_size: int = 1,
     dcp_size: int = 1,
     pp_size: int = 1,
+    pp_partition: Sequence[int] | None = None,
     kv_cache_dtype: str = "auto",
     mamba_ssm_dtype: str = "float32",
     mamba_radix_cache_strategy: str = "auto",
@@ -317,6 +320,7 @@ def plan_memory(  # noqa: PLR0913 - one argument a flag
         rest_bytes: for both pools of one rank; see `rest_from_memory`.
         tp_size, dp_size, dcp_size, pp_size: the layout. `dp_size` workers share the `tp_size` ranks for attention,
             each with its own pools.
+        pp_partition: layers of each stage; None splits evenly.
         kv_cache_dtype: of the latent KV; "auto" is the activation dtype.
         mamba_ssm_dtype: of the recurrent state.
         mamba_radix_cache_strategy, disable_radix_cache, disable_overlap_schedule, skip_decode_lock: see
@@ -371,7 +375,7 @@ def plan_memory(  # noqa: PLR0913 - one argument a flag
     speculation = _speculation(
         speculative, replayssm_spec, verify_window, replayssm_cache_len, draft_cell_bytes, role_of(role), pp_size, notes
     )
-    kda_layers, mla_layers = (most_in_a_stage(text, kind, pp_size) for kind in ("kda", "mla"))
+    kda_layers, mla_layers = (most_in_a_stage(text, kind, pp_size, pp_partition) for kind in ("kda", "mla"))
     state_itemsize = itemsize_of("mamba_ssm_dtype", mamba_ssm_dtype, allowed=WIDE)
     state = kda_layers * layer_state_bytes(text.kda, state_itemsize, ITEMSIZES[activations]) // width
     ring = kda_layers * layer_replay_bytes(text.kda, speculation.ring, ITEMSIZES[activations]) // width

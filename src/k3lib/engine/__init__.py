@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from k3lib.engine.config import EngineConfig
 from k3lib.engine.engine import AsyncEngine, Engine
-from k3lib.engine.ranks import follow
+from k3lib.engine.replicas import ReplicatedEngine, follow
 from k3lib.engine.request import Output, Request, SamplingParams, StepOutput
 
-__all__ = ["AsyncEngine", "Engine", "EngineConfig", "Output", "Request", "SamplingParams", "StepOutput", "follow"]
+__all__ = [
+    "AsyncEngine",
+    "Engine",
+    "EngineConfig",
+    "Output",
+    "ReplicatedEngine",
+    "Request",
+    "SamplingParams",
+    "StepOutput",
+    "follow",
+]

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from k3lib.cache import CacheConfig, Limit, plan_memory, slots_per_request
-from k3lib.cache.sizing import SPECULATIVE_RUNNING
+from k3lib.cache.sizing import SPECULATIVE_RUNNING, default_mem_fraction, rest_from_memory
+from k3lib.engine.recipes import resolve_recipe
 from k3lib.errors import ConfigError
+from k3lib.multimodal import KimiK3ForConditionalGeneration
 from k3lib.spec.proposer import SpecConfig  # noqa: TC001 - a field that command lines are made from
 
 if TYPE_CHECKING:
     from k3lib.model import KimiK3ForCausalLM
     from k3lib.spec.proposer import Proposer
 
-__all__ = ["EngineConfig", "resolve_limits"]
+__all__ = ["EngineConfig", "resolve_limits", "resolve_recipe"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +55,8 @@ class EngineConfig:
         mamba_full_memory_ratio: bytes of states over bytes of tokens when pools are derived; None = 0.9.
         max_mamba_cache_size: state slots; None derives them.
         max_total_tokens: most tokens of the KV pool; None = what fits.
-        mem_fraction_static: part of the free memory of an accelerator that derived pools take.
+        mem_fraction_static: part of an accelerator's memory, as it was before the weights came, for weights and derived
+            pools; None goes by the memory and the layout.
         schedule_conservativeness: how much of the tokens that a request may still generate (4096 at most) admission
             counts on; 1 is half of them.
         mix_decode: decoding requests ride in prefill steps instead of taking turns with them; not if deterministic.
@@ -63,8 +66,8 @@ class EngineConfig:
         strict_backends: refuse the slow reference on an accelerator.
         cuda_graphs: replay decode and verify steps on a CUDA device, if all of their kernels can be captured.
         spec: speculate; None = one token a step.
-        image_cache_bytes: features of images that are kept for later requests; those that running requests need come
-            on top.
+        image_cache_bytes: features of images that are kept for later requests, on every rank that embeds tokens; those
+            that running requests need come on top.
         vision_graphs: replay the vision tower on a CUDA device for small images whose sizes come again.
     """
 
@@ -86,7 +89,7 @@ class EngineConfig:
     mamba_full_memory_ratio: float | None = None
     max_mamba_cache_size: int | None = None
     max_total_tokens: int | None = None
-    mem_fraction_static: float = 0.8
+    mem_fraction_static: float | None = None
     schedule_conservativeness: float = 1.0
     mix_decode: bool = False
     deterministic: bool = False
@@ -109,7 +112,7 @@ class EngineConfig:
             raise ConfigError(
                 f"EngineConfig: schedule_conservativeness must be >= 0, got {self.schedule_conservativeness}"
             )
-        if not 0 < self.mem_fraction_static < 1:
+        if self.mem_fraction_static is not None and not 0 < self.mem_fraction_static < 1:
             raise ConfigError(f"EngineConfig: mem_fraction_static must be in (0, 1), got {self.mem_fraction_static}")
         slots_per_request(self.mamba_radix_cache_strategy)  # refuses an unknown name
         if self.cache is not None:
@@ -201,7 +204,9 @@ _OF_POOLS = frozenset({"max_mamba_cache_size", "max_total_tokens", "page_size", 
 
 
 def resolve_limits(  # noqa: C901 - one limit after the other
-    model: KimiK3ForCausalLM, config: EngineConfig, proposer: Proposer | None = None
+    model: KimiK3ForCausalLM | KimiK3ForConditionalGeneration,
+    config: EngineConfig,
+    proposer: Proposer | None = None,
 ) -> Resolved:
     """Derive what the configuration leaves open, and say why each limit is what it is.
 
@@ -281,7 +286,22 @@ def resolve_limits(  # noqa: C901 - one limit after the other
         ),
         Limit("cuda_graphs", graphs, "derived" if config.cuda_graphs else "given", graphs_note),
     )  # fmt: skip
-    return Resolved(cache, context, running, chunk, graphs, limits)
+    return Resolved(cache, context, running, chunk, graphs, (*limits, *_draft_limits(model, proposer)))
+
+
+def _draft_limits(model: KimiK3ForCausalLM | KimiK3ForConditionalGeneration, proposer: Proposer | None) -> list[Limit]:
+    """What a draft's weights take of each rank that holds it; they are there when free memory is measured."""
+    held: int = getattr(proposer, "weight_bytes", 0)
+    if not held:
+        return []
+    mesh, note = model.mesh, "weights of the draft"
+    if mesh.tp.size > 1:
+        note += f" on each of {mesh.tp.size} ranks" + (" of the first stage" if mesh.pp.size > 1 else "")
+    if mesh.pp.size > 1:
+        target = model.language_model if isinstance(model, KimiK3ForConditionalGeneration) else model
+        held += target.lm_head.weight.nbytes
+        note += ", with a copy of the head" + (" on the first stage" if mesh.tp.size == 1 else "")
+    return [Limit("draft_weight_bytes", held, "derived", note)]
 
 
 def _with_scratch(cache: CacheConfig, spec: SpecConfig, block_size: int, running: int) -> CacheConfig:
@@ -299,16 +319,64 @@ def _with_scratch(cache: CacheConfig, spec: SpecConfig, block_size: int, running
     return dataclasses.replace(cache, block_size=block_size, rollback=spec.rollback, verify_rows=rows)
 
 
-def free_bytes(model: KimiK3ForCausalLM, config: EngineConfig) -> int:
-    """Memory for the pools of a rank, the least of all ranks, which ask together."""
-    device = model.device
-    if device.type != "cuda":
+def free_bytes(model: KimiK3ForCausalLM | KimiK3ForConditionalGeneration, config: EngineConfig) -> int:
+    """Memory for the pools of a rank, from the rank that has least; all ask together.
+
+    Weights are in place when it is asked for, those of a vision tower included: ranks that have one have less left.
+    What features of images may fill there is left out, too.
+
+    Raises:
+        ConfigError: nothing is left; on all ranks alike, with the smallest `mem_fraction_static` that leaves something.
+    """
+    if model.device.type != "cuda":
         return CPU_CACHE_BYTES
-    return model.mesh.least(int(torch.cuda.mem_get_info(device)[0] * config.mem_fraction_static))
+    sees = isinstance(model, KimiK3ForConditionalGeneration) and model.has_tower
+    images = config.image_cache_bytes if sees else 0
+    free, held = (model.mesh.least(x) for x in _device_bytes(model.device, images))
+    mesh, fraction = model.mesh.config, config.mem_fraction_static
+    if fraction is None:
+        fraction = default_mem_fraction(
+            free + held,
+            tp_size=mesh.tp_size,
+            pp_size=mesh.pp_size,
+            dp_size=mesh.dp_size,
+            chunked_prefill_size=config.chunked_prefill_size,
+            vision=model.config.vision if isinstance(model, KimiK3ForConditionalGeneration) else None,
+        )
+    return rest_from_memory(free, free + held, fraction)
+
+
+def _device_bytes(device: torch.device, images: int) -> tuple[int, int]:
+    """What is free on a device, but for what is kept for images, and what this process holds of it."""
+    held = torch.cuda.memory_allocated(device)
+    cached = torch.cuda.memory_reserved(device) - held  # by the allocator, which gives it to pools
+    return torch.cuda.mem_get_info(device)[0] + cached - images, held + images
+
+
+def image_limits(model: KimiK3ForCausalLM | KimiK3ForConditionalGeneration, config: EngineConfig) -> list[Limit]:
+    """What a vision tower takes of the memory of a rank, as limits; none without one.
+
+    The tower is not cut: every rank of the TP group of the first pipeline stage has all of it, and keeps the features
+    of all images, because each of them embeds all tokens.
+    """
+    if not isinstance(model, KimiK3ForConditionalGeneration):
+        return []
+    size = model.mesh.tp.size
+    where = f", on each of {size} ranks" if size > 1 else ""
+    weights = sum(p.nbytes for part in model.vision_parts.values() for p in part.parameters())
+    kept = config.image_cache_bytes
+    reason: Reason = "default" if kept == EngineConfig().image_cache_bytes else "given"
+    return [
+        Limit("vision_weight_bytes", weights, "derived", f"vision tower and projector, whole{where}"),
+        Limit("image_cache_bytes", kept, reason, f"features of images that no running request needs{where}"),
+    ]
 
 
 def _derive_cache(
-    model: KimiK3ForCausalLM, config: EngineConfig, context_length: int, proposer: Proposer | None
+    model: KimiK3ForCausalLM | KimiK3ForConditionalGeneration,
+    config: EngineConfig,
+    context_length: int,
+    proposer: Proposer | None,
 ) -> tuple[CacheConfig, int, str, str]:
     """Choose pools from the memory that is free, and on a CPU not more than there is use for.
 
@@ -327,6 +395,7 @@ def _derive_cache(
         tp_size=model.mesh.tp.size,
         dcp_size=model.mesh.dcp.size,
         pp_size=model.mesh.pp.size,
+        pp_partition=model.mesh.config.pp_partition,
         kv_cache_dtype=config.kv_cache_dtype or "auto",
         mamba_ssm_dtype=config.mamba_ssm_dtype or ("float64" if model.dtype == torch.float64 else "float32"),
         mamba_radix_cache_strategy=config.mamba_radix_cache_strategy,

@@ -12,7 +12,7 @@ import queue
 import secrets
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from tqdm import tqdm
@@ -20,7 +20,7 @@ from tqdm import tqdm
 from k3lib import ops
 from k3lib.cache import Limit
 from k3lib.engine import ranks
-from k3lib.engine.config import EngineConfig, Resolved, resolve_limits
+from k3lib.engine.config import EngineConfig, Resolved, image_limits, resolve_limits
 from k3lib.engine.grammar import Grammar, GrammarCompiler, Matcher
 from k3lib.engine.graphs import DecodeGraphs
 from k3lib.engine.media import MediaStore
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from k3lib.cache import CacheEvent
     from k3lib.engine.grammar import CompiledGrammar, Vocabulary
     from k3lib.engine.media import Media
+    from k3lib.engine.replicas import Lockstep
     from k3lib.engine.request import TokenLogprob
     from k3lib.engine.scheduler import StepPlan
     from k3lib.spec.proposer import Draft
@@ -89,6 +90,7 @@ class Engine:
         *,
         tokenizer: Any = None,  # noqa: ANN401
         listener: Callable[[CacheEvent], None] | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
         """Make an engine and its cache.
 
@@ -98,6 +100,7 @@ class Engine:
             tokenizer: with `encode` and `decode`, for prompts and stops given as text; grammars need one of K3 (see
                 `k3lib.engine.grammar.Vocabulary`).
             listener: called with every event of the prefix cache.
+            lockstep: of an engine that is one of several replicas: begins every pass on all of them.
 
         Raises:
             ConfigError: a context longer than the model's positions, a budget that holds not one request, or ranks that
@@ -109,16 +112,18 @@ class Engine:
         self.model = model
         self._leader: ranks.Leader | None = None
         self.config = config or EngineConfig()
-        ranks.check_leader(model, self.config)
+        self._lockstep = lockstep
+        ranks.check_leader(model, self.config, in_lockstep=lockstep is not None)
         self.tokenizer = tokenizer
         self._grammars = _grammar_compiler(model, tokenizer)
         spec = self.config.spec
         proposer = None if spec is None else make_proposer(spec, model)
-        resolved = resolve_limits(model, self.config, proposer)
+        resolved = resolve_limits(self._whole, self.config, proposer)
         self.context_length = resolved.context_length
         cache = resolved.cache
         self.cache = ranks.allocate(model, cache, listener=listener)
-        self.limits: tuple[Limit, ...] = (*resolved.limits, *self._scratch_limits(), *self._image_limits())
+        self.limits: tuple[Limit, ...] = (*resolved.limits, *self._scratch_limits())
+        self.limits += tuple(image_limits(self._whole, self.config))
         for limit in self.limits:
             logger.info("%s = %s (%s) %s", *limit)
         guess = min(self.context_length, _LONGEST_GUESS)
@@ -146,10 +151,11 @@ class Engine:
                     spec.simulate_accept_len,
                 )
         tap = None if self.speculation is None else self.speculation.tap
-        self.media = self._media_store()
         piece = min(resolved.chunk_tokens, _LARGEST_PIECE)
+        led = self._led_model(piece, resolved, tap)
+        self.media = self._media_store()
         self.runner = Runner(
-            self._led_model(piece, resolved, tap),
+            led,
             self.cache,
             media=self.media,
             piece_tokens=piece,
@@ -160,6 +166,8 @@ class Engine:
             accept="chain" if spec is None else spec.accept,
             simulate=None if spec is None else spec.simulate_accept_len,
         )
+        if self.speculation is not None:
+            self.speculation.bind(led, self._leader)
         self._states: dict[str, RequestState] = {}
         # ends that the next step tells, outputs that no step() has returned yet, and those for `generate` and `stream`
         self._pending: list[StepOutput] = []
@@ -172,13 +180,19 @@ class Engine:
 
     def _led_model(self, piece_tokens: int, resolved: Resolved, tap: FeatureTap | None) -> KimiK3ForCausalLM:
         """The model; over several ranks one that tells the others of every call, after they were told to begin."""
-        if self.model.mesh.world.size == 1:
+        led = self._led_by_this(piece_tokens, resolved, tap)
+        if self._lockstep is None:
+            return led
+        return cast("KimiK3ForCausalLM", self._lockstep.join(led, self._leader, self.config))
+
+    def _led_by_this(self, piece_tokens: int, resolved: Resolved, tap: FeatureTap | None) -> KimiK3ForCausalLM:
+        if self.model.mesh.replica_group.size == 1:
             return self.model
         self._leader = leader = ranks.Leader(self.model.mesh)
         rules, graphs = self.config, self._graph_sizes(resolved)
         leader.send("start", self.cache.config, piece_tokens, rules.strict_backends, rules.deterministic, graphs, tap)
         self.cache.tell = leader.note
-        return cast("KimiK3ForCausalLM", ranks.LedModel(self.model, leader))
+        return cast("KimiK3ForCausalLM", ranks.LedModel(self.model, leader, self._whole))
 
     def close(self) -> None:
         """Let the other ranks go, if there are any; nothing more can be computed then. Idempotent."""
@@ -194,26 +208,23 @@ class Engine:
         note = f"{what} of {scratch.width} tokens of {scratch.rows} requests, for rejected drafts"
         return [Limit("verify_scratch_bytes", scratch.nbytes, "derived", note)]
 
-    def _image_limits(self) -> list[Limit]:
-        if not isinstance(self._whole, KimiK3ForConditionalGeneration):
-            return []
-        value = self.config.image_cache_bytes
-        reason: Literal["given", "default"] = "default" if value == EngineConfig().image_cache_bytes else "given"
-        return [Limit("image_cache_bytes", value, reason, "features of images that no running request needs")]
-
     def _media_store(self) -> MediaStore:
-        rules, graphs, model = self.config, None, self._whole
-        sees = isinstance(model, KimiK3ForConditionalGeneration)
-        if sees and rules.vision_graphs and model.device.type == "cuda":
-            graphs = VisionGraphs(cast("KimiK3ForConditionalGeneration", model))
-        return MediaStore(model, cache_bytes=rules.image_cache_bytes, one_by_one=rules.deterministic, graphs=graphs)
+        rules, model = self.config, self._whole
+        return MediaStore(
+            model,
+            cache_bytes=rules.image_cache_bytes,
+            one_by_one=rules.deterministic,
+            graphs=VisionGraphs.wanted(model, enabled=rules.vision_graphs),
+            leader=self._leader,
+        )
 
     def _decode_graphs(self, resolved: Resolved, tap: FeatureTap | None) -> DecodeGraphs | None:
         requests, pages = self._graph_sizes(resolved)
         if not requests:
             return None
         graphs = DecodeGraphs(self.model, self.cache, max_requests=requests, max_pages=pages, tap=tap)
-        return graphs if self._leader is None else cast("DecodeGraphs", ranks.LedGraphs(graphs, self._leader))
+        led = graphs if self._leader is None else cast("DecodeGraphs", ranks.LedGraphs(graphs, self._leader))
+        return led if self._lockstep is None else cast("DecodeGraphs", self._lockstep.join_graphs(led))
 
     def _graph_sizes(self, resolved: Resolved) -> tuple[int, int]:
         """Most requests of a replayed step, and most pages of one; no requests if none is replayed."""
@@ -427,6 +438,10 @@ class Engine:
             self.scheduler.commit(plan)
             self.scheduler.prepare()
             tokens = launched.tokens()
+            if self._leader is not None:
+                self._leader.check()
+            if self._lockstep is not None:
+                self._lockstep.check()
             launched.note_prompts()
             logprobs = launched.token_logprobs(tokens)
         except BaseException:
@@ -471,7 +486,8 @@ class Engine:
             by_state = {work.state.number: len(work.ids) for work in plan.work}
             lengths = [by_state[state.number] for state in states]
         features = [launched.features[i] for i in good] if launched.features else []
-        self.speculation.commit(states, lengths, features)
+        begins = list(itertools.accumulate(map(len, launched.features), initial=0))
+        self.speculation.commit(states, lengths, features, [begins[i] for i in good] if features else [])
 
     def _take(self, state: RequestState, tokens: list[int]) -> _Taken:
         """Count the tokens that a step gave to a request, up to the one that ends it."""
@@ -614,19 +630,7 @@ class Engine:
             RequestError: a prompt that can never run; nothing has been queued.
             ConfigError: another number of params or media than prompts, or text without a tokenizer.
         """
-        each = (
-            [params or SamplingParams()] * len(prompts)
-            if params is None or isinstance(params, SamplingParams)
-            else params
-        )
-        if len(each) != len(prompts):
-            raise ConfigError(f"generate: {len(each)} params for {len(prompts)} prompts")
-        images = [()] * len(prompts) if media is None else media
-        if len(images) != len(prompts):
-            raise ConfigError(f"generate: media for {len(images)} of {len(prompts)} prompts")
-        requests = [Request(self._ids(p), q, media=m) for p, q, m in zip(prompts, each, images, strict=True)]
-        for request in requests:
-            self.check_request(request)
+        requests = self.make_requests(prompts, params, media)
         names: list[str] = []
         results: list[list[StepOutput]] = []
         try:
@@ -642,6 +646,28 @@ class Engine:
             for name in names:
                 self._forget(name)
         return [Output.join(request, outs) for request, outs in zip(requests, results, strict=True)]
+
+    def make_requests(
+        self,
+        prompts: Sequence[Sequence[int] | str],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        media: Sequence[Sequence[Media]] | None,
+    ) -> list[Request]:
+        """The requests of `generate`, checked; arguments and errors as there."""
+        each = (
+            [params or SamplingParams()] * len(prompts)
+            if params is None or isinstance(params, SamplingParams)
+            else params
+        )
+        if len(each) != len(prompts):
+            raise ConfigError(f"generate: {len(each)} params for {len(prompts)} prompts")
+        images = [()] * len(prompts) if media is None else media
+        if len(images) != len(prompts):
+            raise ConfigError(f"generate: media for {len(images)} of {len(prompts)} prompts")
+        requests = [Request(self._ids(p), q, media=m) for p, q, m in zip(prompts, each, images, strict=True)]
+        for request in requests:
+            self.check_request(request)
+        return requests
 
     def stream(
         self,

@@ -76,6 +76,7 @@ class DecodeGraphs:
         self.num_captures = self.num_replays = 0
         self.tap = tap
         self._graphs: dict[tuple[int, int], _Step] = {}  # by requests, and tokens of each
+        self._statics: dict[tuple[int, int], Batch] = {}
         self._pool: Any = None  # a handle whose type changes with torch
         self._facts: Hashable = None
         self._told: set[str] = set()
@@ -86,30 +87,67 @@ class DecodeGraphs:
         Returns:
             Logits `[T, vocab]` of all tokens of the batch, and their features; valid until the next call.
         """
+        shape = self.shape_of(batch)
+        if shape is None:
+            return None
+        step = self._graphs.get(shape) or self._prepare(shape)
+        if self.reason is not None:
+            return None
+        return self._replay(step, batch)
+
+    def shape_of(self, batch: Batch) -> tuple[int, int] | None:
+        """Requests, and tokens of each, of the smallest graph that takes a step; None if it has to run without."""
         requests = len(batch.new_tokens)
         size = next((n for n in self.sizes if n >= requests), None)
-        self._check_facts()
-        if self.reason is not None or size is None or not requests:
+        if size is None or not requests or not self.can_meet():
             return None
         scratch = self.cache.pool.kda.scratch
-        width = 1 if batch.mode == "decode" or scratch is None else scratch.width
-        step = self._graphs.get((size, width)) or self._prepare(size, width)
-        if self.reason is not None or not step.batch.fits(batch):
-            return None
+        shape = size, 1 if batch.mode == "decode" or scratch is None else scratch.width
+        return shape if self._static(shape).fits(batch) else None
+
+    def can_meet(self) -> bool:
+        """Whether graphs are replayed here at all, as far as is known."""
+        self._check_facts()
+        return self.reason is None
+
+    def meet(self, shape: tuple[int, int], batch: Batch | None = None) -> tuple[Tensor, Tensor | None] | None:
+        """Run a step of a shape that all replicas agreed on.
+
+        Args:
+            shape: requests, and tokens of each, at least those of `shape_of`.
+            batch: the step; None runs padding for the others.
+
+        Returns:
+            As `run`; None for padding. A graph that cannot be captured is no reason to leave the others alone: its step
+            runs eagerly, padded alike.
+        """
+        self._check_facts()
+        step = self._graphs.get(shape) or self._prepare(shape)
+        if batch is not None:
+            return self._replay(step, batch)
+        none = torch.zeros(0, dtype=torch.int64, device=self.model.device)
+        step.batch.fill(Batch.of([], mode=step.batch.mode, slots=[], page_tables=[], page_size=1, input_ids=none))
+        self._compute(step)
+        return None
+
+    def _replay(self, step: _Step, batch: Batch) -> tuple[Tensor, Tensor | None]:
         step.batch.fill(batch)
-        if step.graph is None or step.logits is None:
-            logits, features = self._forward(step.batch)
-        else:
-            step.graph.replay()
-            self.num_replays += 1
-            logits, features = step.logits, step.features
+        logits, features = self._compute(step)
         place = step.batch.place_of(batch)
         rows = slice(batch.num_tokens) if place is None else place
         return logits[rows], None if features is None else features[rows]
 
+    def _compute(self, step: _Step) -> tuple[Tensor, Tensor | None]:
+        if step.graph is None or step.logits is None:
+            return self._forward(step.batch)
+        step.graph.replay()
+        self.num_replays += 1
+        return step.logits, step.features
+
     def clear(self) -> None:
         """Forget all graphs; they are captured again when needed."""
         self._graphs.clear()
+        self._statics.clear()
         self._pool = None
         self.reason = None
 
@@ -132,8 +170,19 @@ class DecodeGraphs:
         logits: Tensor = self.model(static, self.cache, logits="all", taps=tap)
         return logits, None if tap is None else tap.out
 
-    def _prepare(self, size: int, width: int) -> _Step:
-        static = Batch.static(size, width, max_pages=self.max_pages, device=self.model.device)
+    def _static(self, shape: tuple[int, int]) -> Batch:
+        """The padded step of a shape."""
+        if shape not in self._statics:
+            size, width = shape
+            static = Batch.static(size, width, max_pages=self.max_pages, device=self.model.device)
+            replicas = self.model.mesh.dp.size
+            if replicas > 1:  # all run the same shape
+                static.replica_tokens = (size * width,) * replicas
+            self._statics[shape] = static
+        return self._statics[shape]
+
+    def _prepare(self, shape: tuple[int, int]) -> _Step:
+        static = self._static(shape)
         step = _Step(static)
         if self.captures:
             try:
@@ -145,7 +194,7 @@ class DecodeGraphs:
                 if self.reason not in self._told:
                     self._told.add(self.reason)
                     logger.warning("decode steps run without CUDA graphs: %s", self.reason)
-        self._graphs[size, width] = step
+        self._graphs[shape] = step
         return step
 
     def _capture(self, static: Batch) -> _Step:

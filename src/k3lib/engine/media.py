@@ -2,38 +2,44 @@
 
 The features of an image are known by its digest. Requests that still need them hold them; without holders they stay as
 long as a limit of bytes allows, the least recently used leave first.
+
+On many ranks the TP group of the first pipeline stage encodes: each rank whole images, whose patches rank 0 sends it,
+and all get the features of all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from collections import OrderedDict
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
 from k3lib.cache.prefix import MediaKey
 from k3lib.errors import ConfigError, RequestError
-from k3lib.layers.vision import Grid, read_grids
-from k3lib.multimodal import KimiK3ForConditionalGeneration, MediaSpan, check_placeholders, embed_ids
+from k3lib.layers.vision import Grid, read_grids, vision_flops
+from k3lib.multimodal import KimiK3ForConditionalGeneration, MediaSpan, assign_images, check_placeholders, embed_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
     from k3lib.batch import Batch
     from k3lib.config import KimiK3Config
+    from k3lib.engine.ranks import Leader
     from k3lib.engine.vision_graphs import VisionGraphs
     from k3lib.model import KimiK3ForCausalLM
+    from k3lib.parallel.group import Chain
 
-__all__ = ["FeatureCache", "Media", "MediaStore", "PromptImage", "PromptPart"]
+__all__ = ["FeatureCache", "Media", "MediaMirror", "MediaStore", "Piece", "PromptImage", "PromptPart"]
 
 logger = logging.getLogger(__name__)
 
-_MOST_PATCHES = 65_536  # of images that are encoded together; what one image may have in K3
+_MOST_PATCHES = 65_536  # of images that a rank encodes together; what one image may have in K3
 
 
 class PromptImage(NamedTuple):
@@ -77,7 +83,7 @@ class PromptImage(NamedTuple):
 
 
 Media = PromptImage | MediaSpan
-_Name = tuple["bytes | str", tuple[int, int, int]]
+_Name = tuple["bytes | str", Grid]
 
 
 class PromptPart(NamedTuple):
@@ -101,22 +107,43 @@ class FeatureCache:
         hits, evictions: counts.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, *, on_drop: Callable[[_Name], None] | None = None) -> None:
+        """Keep nothing yet.
+
+        Args:
+            max_bytes: most bytes of all features, as far as nobody holds them.
+            on_drop: called with the name of what leaves, for whatever reason.
+
+        Raises:
+            ConfigError: a negative limit.
+        """
         if max_bytes < 0:
             raise ConfigError(f"FeatureCache: max_bytes must be >= 0, got {max_bytes}")
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self.hits = self.evictions = 0
+        self._on_drop = on_drop
         self._features: OrderedDict[_Name, Tensor] = OrderedDict()
         self._holders: dict[_Name, set[int]] = {}  # of names that are held; none is empty
 
     def __len__(self) -> int:
         return len(self._features)
 
+    def __contains__(self, name: _Name) -> bool:
+        return name in self._features
+
+    def __getitem__(self, name: _Name) -> Tensor:
+        return self._features[name]
+
     @property
     def num_held(self) -> int:
         """Images that requests hold."""
         return len(self._holders)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of what requests hold."""
+        return sum(self._features[name].nbytes for name in self._holders)
 
     def hold(self, name: _Name, holder: int) -> Tensor | None:
         """Features for a request that will need them until it lets them go; None if they are not here."""
@@ -131,7 +158,8 @@ class FeatureCache:
 
     def put(self, name: _Name, features: Tensor, holders: Iterable[int]) -> None:
         """Keep features that were computed for some requests."""
-        self._drop(name)
+        known = self._features.pop(name, None)
+        self.num_bytes -= 0 if known is None else known.nbytes
         self._features[name] = features
         self._keep(name, set(holders))
         self.num_bytes += features.nbytes
@@ -165,14 +193,16 @@ class FeatureCache:
 
     def clear(self) -> None:
         """Forget all features: they were made by other weights. Who needs them encodes again."""
-        self._features.clear()
         self._holders.clear()
-        self.num_bytes = 0
+        for name in list(self._features):
+            self._drop(name)
 
     def _drop(self, name: _Name) -> None:
         features = self._features.pop(name, None)
         if features is not None:
             self.num_bytes -= features.nbytes
+            if self._on_drop is not None:
+                self._on_drop(name)
 
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping is inconsistent."""
@@ -189,12 +219,100 @@ class FeatureCache:
 # ---- images of a step ---------------------------------------------------------------------------
 
 
-class MediaStore:
-    """Puts the images of a step into its embeddings.
+class Piece(NamedTuple):
+    """Rows of a step that an image covers.
+
+    Attributes:
+        row: the first of them.
+        size: how many.
+        start: row of the features that goes there.
+        name: of the features; None for those that came with requests, which stand one after the other.
+    """
+
+    row: int
+    size: int
+    start: int
+    name: _Name | None
+
+
+class _Images:
+    """What every rank of the first pipeline stage does with the images of a step, all at the same time."""
+
+    def __init__(
+        self,
+        model: KimiK3ForCausalLM | KimiK3ForConditionalGeneration,
+        *,
+        one_by_one: bool = False,
+        graphs: VisionGraphs | None = None,
+    ) -> None:
+        sees = isinstance(model, KimiK3ForConditionalGeneration)
+        self._tower: KimiK3ForConditionalGeneration | None = model if sees else None  # type: ignore[assignment]
+        self._text: KimiK3ForCausalLM = model.language_model if sees else model  # type: ignore[assignment]
+        self._config: KimiK3Config = self._text.config
+        self.graphs = graphs
+        self.one_by_one = one_by_one
+
+    def _encode(self, grids: Sequence[Grid], patches: Tensor | None) -> list[Tensor]:
+        """Features of all images; rank 0 has the patches, and every rank computes some of the images."""
+        assert self._tower is not None, "checked when the request came"
+        features = self._tower.encode(patches, grids, runner=self._run, source=0)
+        # one image must not keep the memory of its company
+        return [x if x.untyped_storage().nbytes() == x.nbytes else x.clone() for x in features]
+
+    def _run(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """The images of this rank, so many at a time as the tower has memory for."""
+        assert self._tower is not None, "there are images"
+        run = self._tower.encode_local if self.graphs is None else self.graphs.run
+        groups = _groups(grids, 1 if self.one_by_one else _MOST_PATCHES)
+        parts = torch.split(patches, [sum(grid.num_patches for grid in group) for group in groups])
+        found = [run(part, group) for part, group in zip(parts, groups, strict=True)]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _put(
+        self, batch: Batch, pieces: Sequence[Piece], features: Mapping[_Name, Tensor] | FeatureCache, given: Tensor
+    ) -> Tensor:
+        """The embeddings of a step with its images in place, `[T, D]`.
+
+        Args:
+            batch: of the step.
+            pieces: where rows of features go.
+            features: by name.
+            given: `[n, D]`, those that have none.
+        """
+        assert batch.input_ids is not None, "the engine gives ids"
+        embeds = embed_ids(self._text, batch.input_ids)
+        for piece in pieces:
+            source = given if piece.name is None else features[piece.name]
+            rows = source[piece.start : piece.start + piece.size]
+            embeds[piece.row : piece.row + piece.size] = rows.to(device=embeds.device, dtype=embeds.dtype)
+        return embeds
+
+    def _share(self, given: Tensor) -> Tensor:
+        """Rows `[n, D]` that rank 0 has; the others give memory for them."""
+        tp = self._text.mesh.tp
+        return cast("Chain", tp).broadcast(given, 0) if tp.size > 1 and len(given) else given
+
+
+def _groups(grids: Sequence[Grid], most: int) -> list[list[Grid]]:
+    """Images in order, together with others up to so many patches."""
+    groups: list[list[Grid]] = []
+    room = 0
+    for grid in grids:
+        if not groups or grid.num_patches > room:
+            groups.append([])
+            room = most
+        groups[-1].append(grid)
+        room -= grid.num_patches
+    return groups
+
+
+class MediaStore(_Images):
+    """Puts the images of a step into its embeddings. On many ranks this is rank 0's side.
 
     Attributes:
         features: of images.
-        num_encoded, patches_encoded: images that went through the tower, and their patches.
+        graphs: replay the tower; None computes anew.
+        num_encoded, patches_encoded: images that went through the towers of all ranks, and their patches.
     """
 
     def __init__(
@@ -204,6 +322,7 @@ class MediaStore:
         cache_bytes: int = 0,
         one_by_one: bool = False,
         graphs: VisionGraphs | None = None,
+        leader: Leader | None = None,
     ) -> None:
         """Make an empty store.
 
@@ -212,15 +331,16 @@ class MediaStore:
             cache_bytes: of features that nobody needs at the moment.
             one_by_one: encode every image by itself, so that its company changes nothing.
             graphs: replay the tower for grids that come again.
+            leader: tells other ranks, each with a `MediaMirror`, what is done here.
         """
-        sees = isinstance(model, KimiK3ForConditionalGeneration)
-        self._tower: KimiK3ForConditionalGeneration | None = model if sees else None  # type: ignore[assignment]
-        self._text: KimiK3ForCausalLM = model.language_model if sees else model  # type: ignore[assignment]
-        self._config: KimiK3Config = self._text.config
-        self.features = FeatureCache(cache_bytes)
-        self.graphs = graphs
-        self.one_by_one = one_by_one
+        super().__init__(model, one_by_one=one_by_one, graphs=graphs)
+        self._leader = leader
+        self.features = FeatureCache(cache_bytes, on_drop=None if leader is None else self._tell_drop)
         self.num_encoded = self.patches_encoded = 0
+
+    def _tell_drop(self, name: _Name) -> None:
+        assert self._leader is not None, "only then"
+        self._leader.note("drop_image", name)  # with the next message: until then they only keep more
 
     def check_request(self, ids: Sequence[int], media: Sequence[Media]) -> None:
         """Refuse images that a prompt cannot hold, before anything of them is computed.
@@ -287,28 +407,46 @@ class MediaStore:
             batch: of the step.
             parts: its requests, in the order of the batch.
         """
-        if not any(_within(image, part) for part in parts for image in part.media):
+        pieces, given = self._pieces(batch, parts)
+        if not pieces:
             return None
-        assert batch.input_ids is not None, "the engine gives ids"
-        found = self._find(parts)
-        embeds = embed_ids(self._text, batch.input_ids)
-        begin = [0, *accumulate(batch.new_tokens)]
-        for i, part in enumerate(parts):
-            spans = [self._span(image, found) for image in part.media if _within(image, part)]
-            KimiK3ForConditionalGeneration.splice(embeds[begin[i] : begin[i + 1]], spans, part.start)
+        missing, holders = self._hold(parts)
+        if missing and self._text.mesh.tp.size > 1:
+            self._look_ahead(parts, missing, holders)
+        with contextlib.nullcontext() if self._leader is None else self._leader.together():
+            if self._leader is not None:
+                self._leader.send("images", list(missing), pieces)
+            if missing:
+                self._encode_missing(missing, holders)
+            embeds = self._put(batch, pieces, self.features, self._share(given))
         for part in parts:
             self._let_go(part)
         self.features.shrink()
         return embeds
 
-    def _span(self, image: Media, found: dict[_Name, Tensor]) -> MediaSpan:
-        if isinstance(image, MediaSpan):
-            return image
-        return MediaSpan(image.position, found[_name(image)], image.digest)
+    def _pieces(self, batch: Batch, parts: Sequence[PromptPart]) -> tuple[list[Piece], Tensor]:
+        """Which rows of a step images cover, and the features that came with requests, as far as they fall into it."""
+        pieces: list[Piece] = []
+        rows: list[Tensor] = []
+        count = 0
+        for begin, part in zip(accumulate(batch.new_tokens, initial=0), parts, strict=False):
+            for image in part.media:
+                first, last = max(image.position, part.start), min(image.position + image.length, part.end)
+                if first >= last:
+                    continue
+                row, start = begin + first - part.start, first - image.position
+                if isinstance(image, PromptImage):
+                    pieces.append(Piece(row, last - first, start, _name(image)))
+                else:
+                    pieces.append(Piece(row, last - first, count, None))
+                    rows.append(image.features[start : start + last - first])
+                    count += last - first
+        place: dict[str, Any] = {"device": self._text.device, "dtype": self._text.dtype}
+        none = torch.empty(0, self._config.text.hidden_size, **place)
+        return pieces, torch.cat([none, *(x.to(**place) for x in rows)])
 
-    def _find(self, parts: Sequence[PromptPart]) -> dict[_Name, Tensor]:
-        """Features of the images of a step, computed for those that have none."""
-        found: dict[_Name, Tensor] = {}
+    def _hold(self, parts: Sequence[PromptPart]) -> tuple[dict[_Name, PromptImage], dict[_Name, set[int]]]:
+        """Hold the images of a step for its requests; those without features, and who needs them."""
         missing: dict[_Name, PromptImage] = {}
         holders: dict[_Name, set[int]] = {}
         for part in parts:
@@ -316,43 +454,55 @@ class MediaStore:
                 if not isinstance(image, PromptImage) or not _within(image, part):
                     continue
                 name = _name(image)
-                holders.setdefault(name, set()).add(part.number)
-                if name in missing:
-                    continue
-                features = self.features.hold(name, part.number)
-                if features is None:
+                if name not in missing and self.features.hold(name, part.number) is None:
                     missing[name] = image
-                else:
-                    found[name] = features
-        for group in self._groups(missing):
-            features_of = self._encode([missing[name] for name in group])
-            for name, features in zip(group, features_of, strict=True):
-                found[name] = features
-                self.features.put(name, features, holders[name])
-        return found
+                if name in missing:
+                    holders.setdefault(name, set()).add(part.number)
+        return missing, holders
 
-    def _groups(self, missing: dict[_Name, PromptImage]) -> list[list[_Name]]:
-        """Images that are encoded together."""
-        groups: list[list[_Name]] = []
-        room = 0
-        for name, image in missing.items():
-            patches = len(image.patches)
-            if not groups or self.one_by_one or patches > room:
-                groups.append([])
-                room = _MOST_PATCHES
-            groups[-1].append(name)
-            room -= patches
-        return groups
+    def _look_ahead(
+        self, parts: Sequence[PromptPart], missing: dict[_Name, PromptImage], holders: dict[_Name, set[int]]
+    ) -> None:
+        """Add images that come later in the same prompts, for ranks that would have nothing to encode meanwhile.
 
-    def _encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
-        assert self._tower is not None, "checked when the request came"
+        A chunk of a prompt rarely has as many images as there are ranks. What is added must not make the busiest rank
+        busier, nor what is held exceed the limit of the cache.
+        """
+        costs = [self._cost(image) for image in missing.values()]
+        most = self._busiest(costs)
+        room = self.features.max_bytes - self.features.held_bytes - sum(map(self._bytes, missing.values()))
+        for part in parts:
+            for image in part.media:
+                if not isinstance(image, PromptImage) or image.position < part.end:
+                    continue
+                name = _name(image)
+                if name in missing or name in self.features:
+                    continue
+                room -= self._bytes(image)
+                costs.append(self._cost(image))
+                if room < 0 or self._busiest(costs) > most:
+                    return
+                missing[name], holders[name] = image, {part.number}
+
+    def _cost(self, image: PromptImage) -> int:
+        assert self._config.vision is not None, "there is a tower"
+        return vision_flops(Grid(*image.grid_thw), self._config.vision)
+
+    def _bytes(self, image: PromptImage) -> int:
+        return image.length * self._config.text.hidden_size * self._text.dtype.itemsize
+
+    def _busiest(self, costs: Sequence[int]) -> int:
+        """Work of the rank that has most of it."""
+        return max(sum(costs[i] for i in share) for share in assign_images(costs, self._text.mesh.tp.size))
+
+    def _encode_missing(self, missing: dict[_Name, PromptImage], holders: dict[_Name, set[int]]) -> None:
+        images = list(missing.values())
         patches = images[0].patches if len(images) == 1 else torch.cat([image.patches for image in images])
-        runner = None if self.graphs is None else self.graphs.run
-        features = self._tower.encode(patches, [image.grid_thw for image in images], runner=runner)
+        features = self._encode([Grid(*image.grid_thw) for image in images], patches)
         self.num_encoded += len(images)
         self.patches_encoded += len(patches)
-        # one image must not keep the memory of its company
-        return [x if x.untyped_storage().nbytes() == x.nbytes else x.clone() for x in features]
+        for name, rows in zip(missing, features, strict=True):
+            self.features.put(name, rows, holders[name])
 
     def _let_go(self, part: PromptPart) -> None:
         """Let go of the images whose last token is computed, unless they come again in the same prompt."""
@@ -386,6 +536,42 @@ class MediaStore:
             "feature_limit_bytes": cache.max_bytes,
             "graphs": None if self.graphs is None else self.graphs.stats(),
         }
+
+
+class MediaMirror(_Images):
+    """The side of every other rank that embeds: keeps the features that rank 0 keeps, for as long.
+
+    An image's rows travel once, when they were computed, and no byte of them in the steps that use them: these say in
+    some integers which rows go where. Were the embeddings of each step sent instead, rows would travel again whenever
+    a request finds them in the cache, and to every rank at the moment when all wait for the step. The price is the
+    memory of the features on each rank, which `image_cache_bytes` bounds.
+
+    Attributes:
+        features: by name.
+    """
+
+    def __init__(
+        self,
+        model: KimiK3ForCausalLM | KimiK3ForConditionalGeneration,
+        *,
+        one_by_one: bool = False,
+        graphs: VisionGraphs | None = None,
+    ) -> None:
+        """Keep nothing yet; arguments as for `MediaStore`."""
+        super().__init__(model, one_by_one=one_by_one, graphs=graphs)
+        self.features: dict[_Name, Tensor] = {}
+
+    def embed(self, batch: Batch, missing: Sequence[_Name], pieces: Sequence[Piece]) -> Tensor:
+        """Encode with rank 0 what it has no features of, and embed the step as it does."""
+        if missing:
+            self.features.update(zip(missing, self._encode([grid for _, grid in missing], None), strict=True))
+        count = sum(piece.size for piece in pieces if piece.name is None)
+        given = torch.empty(count, self._config.text.hidden_size, dtype=self._text.dtype, device=self._text.device)
+        return self._put(batch, pieces, self.features, self._share(given))
+
+    def drop(self, name: _Name) -> None:
+        """Forget the features of an image, which rank 0 has forgotten."""
+        del self.features[name]
 
 
 def _name(image: PromptImage) -> _Name:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
 
 from k3lib.batch import FeatureTap
 from k3lib.engine.request import SpecReport
 from k3lib.engine.verify import check_draft
 from k3lib.errors import ConfigError
+from k3lib.layers import Linear
 from k3lib.spec import DSpark, NGram
-from k3lib.spec.proposer import MAX_BLOCK, Bound, Draft, DraftContext, Proposer
+from k3lib.spec.proposer import MAX_BLOCK, Bound, Draft, DraftContext, Proposer, Shared
 from k3lib.spec.schedule import shorten
 
 if TYPE_CHECKING:
@@ -20,30 +24,43 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from k3lib.batch import Batch
     from k3lib.cache import HybridCache
+    from k3lib.engine.ranks import Leader, LedModel
     from k3lib.engine.request import RequestState
     from k3lib.engine.scheduler import StepPlan, Work
     from k3lib.model import KimiK3ForCausalLM
+    from k3lib.parallel.group import Chain
     from k3lib.spec.proposer import SpecConfig
 
-__all__ = ["Speculation", "make_proposer"]
+__all__ = [
+    "LedTarget",
+    "Speculation",
+    "bring_features",
+    "draft_part",
+    "joint_embedding",
+    "joint_scores",
+    "make_proposer",
+]
 
 logger = logging.getLogger(__name__)
 
 
 def make_proposer(config: SpecConfig, model: KimiK3ForCausalLM) -> Proposer:
-    """Return what a configuration names, checked.
+    """Return what a configuration names, checked; of a draft that ranks share, this rank's part.
 
     Raises:
-        ConfigError: not a proposer, or its block is smaller than the one asked for.
+        ConfigError: not a proposer, or its block is smaller than the one asked for, or it does not fit the target, or
+            ranks have different ones.
         CheckpointError: a draft that cannot be loaded.
     """
-    made: Any = config.draft
+    mesh, made = model.mesh, cast("Any", config.draft)
     if made == "ngram":
         made = NGram(block_size=config.block_size or 7)
     elif isinstance(made, str):
+        device: torch.device | str = model.device if mesh.pp.rank == 0 else "meta"  # later stages only check it
         made = DSpark.from_pretrained(
-            made, device=model.device, dtype=model.dtype, block_size=config.block_size, tp=model.mesh.tp
+            made, device=device, dtype=model.dtype, block_size=config.block_size, tp=mesh.tp, cut="evenly"
         )
     if not isinstance(made, Proposer):
         raise ConfigError(f"SpecConfig: draft must be a path, 'ngram' or a Proposer, got {type(made).__name__}")
@@ -58,7 +75,125 @@ def make_proposer(config: SpecConfig, model: KimiK3ForCausalLM) -> Proposer:
             f"SpecConfig: simulate_accept_len={length} exceeds what a step can give: {block} draft tokens and one more"
         )
     check_taps(made, model)
+    if isinstance(made, Shared):
+        if isinstance(made, DSpark) and made.draft.tp.size < mesh.tp.size:
+            logger.warning("each of %d ranks holds the whole draft, whose heads are not cut", mesh.tp.size)
+        made.check(model)
+        mesh.check_same("the draft", made.summary())
+        _share_head(model)
     return made
+
+
+def draft_part(config: SpecConfig | None, model: KimiK3ForCausalLM) -> Shared | None:
+    """This rank's part of a draft that it shares with rank 0, if there is one; every rank but 0 calls this.
+
+    Raises:
+        ConfigError, CheckpointError: see `make_proposer`, which rank 0 calls meanwhile.
+    """
+    if config is None or config.draft == "ngram" or not isinstance(config.draft, str | Shared):
+        return None
+    made = cast("Shared", make_proposer(config, model))
+    return made if model.mesh.pp.rank == 0 else None
+
+
+def _share_head(model: KimiK3ForCausalLM) -> None:
+    """Give the ranks of the first stage a copy of their part of the head, which the last stage has.
+
+    A draft lies where the embedding is, and rank 0. With a head beside it, a block needs no other stage: the copy costs
+    a rank `vocabulary · hidden / tp` weights, asking the last stage would cost every block two transfers. It is a
+    parameter like others, so whoever replaces weights replaces it, too.
+    """
+    pp, text = cast("Chain", model.mesh.pp), model.config.text
+    if pp.size == 1:
+        return
+    last = pp.size - 1
+    if pp.rank == last:
+        work = pp.send(model.lm_head.weight.detach().contiguous(), 0)
+        if work is not None:
+            work.wait()
+    elif pp.rank == 0:
+        if "lm_head" not in model._modules:
+            model.lm_head = Linear(
+                text.hidden_size, text.vocab_size, cut="out", even=False, tp=model.mesh.tp, dtype=model.dtype,
+                device=model.device,
+            ).requires_grad_(requires_grad=False)  # fmt: skip
+        weight = model.lm_head.weight
+        with torch.no_grad():
+            weight.copy_(pp.receive(torch.empty_like(weight), last))
+
+
+def bring_features(model: KimiK3ForCausalLM, batch: Batch, tap: FeatureTap | None) -> Tensor | None:
+    """The features of a step that was run, complete on every rank of the first stage; all ranks of a pipeline call it.
+
+    Ranks of a stage have them whole: they are taken from the running sum, which is repeated on each, or gathered where
+    tokens are sharded. The last stage has those of all layers.
+    """
+    if tap is None:
+        return None
+    pp = cast("Chain", model.mesh.pp)
+    last = pp.size - 1
+    if last and pp.rank == last:
+        assert tap.out is not None, "the step had taps"
+        work = pp.send(tap.out, 0)
+        if work is not None:
+            work.wait()
+    elif last and pp.rank == 0:
+        width = len(tap.layers) * model.config.text.hidden_size
+        there = torch.empty(batch.num_tokens, width, dtype=model.dtype, device=model.device)
+        tap.out = pp.receive(there, last)
+    return tap.out
+
+
+def joint_embedding(model: KimiK3ForCausalLM, ids: Tensor) -> Tensor | None:
+    """Embeddings `[n, D]` of `ids [n]`, with the other ranks of the first stage; None on later ones."""
+    if not model.model.has_embedding:
+        return None
+    return model.model.rows.gather(model.model.embed_tokens(ids), len(ids))
+
+
+def joint_scores(model: KimiK3ForCausalLM, hidden: Tensor) -> Tensor:
+    """Logits of rows that all ranks have, on every rank; computed on the last stage."""
+    pp = cast("Chain", model.mesh.pp)
+    if pp.size == 1:
+        return model.scores(hidden)
+    last = pp.size - 1
+    if pp.rank == last:
+        found = model.scores(hidden).contiguous()
+    else:
+        wide = torch.promote_types(model.dtype, torch.float32)
+        found = torch.empty(len(hidden), model.config.text.vocab_size, dtype=wide, device=hidden.device)
+    return pp.broadcast(found, last)
+
+
+class LedTarget:
+    """The target as a proposer sees it that runs on rank 0 alone: the other ranks do their part of each call.
+
+    `model.embed_tokens` and `scores` may be called, whatever the layout; the rest is rank 0's part of the model.
+    """
+
+    def __init__(self, led: LedModel, target: KimiK3ForCausalLM, leader: Leader) -> None:
+        self.led = led
+        self.model = _LedStack(target, leader)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the model has
+        return getattr(self.led, name)
+
+
+class _LedStack:
+    def __init__(self, target: KimiK3ForCausalLM, leader: Leader) -> None:
+        self.target = target
+        self.leader = leader
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the model has
+        return getattr(self.target.model, name)
+
+    def embed_tokens(self, ids: Tensor) -> Tensor:
+        """Look up `ids [n]`."""
+        with self.leader.together():
+            self.leader.send("embed", ids.tolist())
+            found = joint_embedding(self.target, ids)
+        assert found is not None, "rank 0 is in the first stage"
+        return found
 
 
 def check_taps(proposer: Proposer, model: KimiK3ForCausalLM) -> None:
@@ -89,7 +224,7 @@ class Speculation:
         *,
         draft_room: Callable[[Work], int],
     ) -> None:
-        """Bind the proposer to its target.
+        """Make one whose proposer is bound to nothing yet.
 
         Args:
             config: what was asked for.
@@ -105,8 +240,37 @@ class Speculation:
         self._vocab = model.config.text.vocab_size
         self._room = draft_room
         self._known: dict[str, RequestState] = {}  # requests that the proposer has heard of
-        if isinstance(proposer, Bound):
-            proposer.bind(model, cache)
+        self._model, self._cache = model, cache
+        self._leader: Leader | None = None  # of the ranks that share the proposer
+
+    def bind(self, model: KimiK3ForCausalLM, leader: Leader | None = None) -> None:
+        """Give the proposer its target.
+
+        Args:
+            model: the target, or over several ranks the one that tells the others of every call.
+            leader: of these ranks, which know their cache by now.
+
+        Raises:
+            ConfigError: the proposer does not fit the target.
+        """
+        proposer = self.proposer
+        if isinstance(proposer, Shared):
+            proposer.bind(self._model, self._cache)
+            if leader is not None:
+                self._leader = leader
+                # a block is computed together, at once; to take in context needs nobody else
+                say = {"propose": leader.send}
+                proposer.tell = lambda kind, *values: say.get(kind, leader.note)("draft", kind, *values)
+        elif isinstance(proposer, Bound):
+            if leader is None:
+                proposer.bind(model, self._cache)
+                return
+            target = LedTarget(cast("LedModel", model), self._model, leader)
+            try:
+                proposer.bind(cast("KimiK3ForCausalLM", target), self._cache)
+            except BaseException:
+                leader.send("end")  # the others have begun to follow
+                raise
 
     @property
     def tap(self) -> FeatureTap | None:
@@ -145,8 +309,11 @@ class Speculation:
     def _propose(self, states: Sequence[RequestState]) -> list[Draft | None]:
         contexts = [self._context(state, state.tokens) for state in states]
         try:
-            found = self.proposer.propose(contexts)
+            with contextlib.nullcontext() if self._leader is None else self._leader.together():
+                found = self.proposer.propose(contexts)
         except Exception as error:
+            if self._leader is not None:  # others may be in the middle of it
+                raise
             logger.exception("the proposer failed")
             return [self._refuse(state, f"the proposer failed: {error}") for state in states]
         if len(found) != len(states):
@@ -170,13 +337,20 @@ class Speculation:
         self.report.refused = reason
         return None
 
-    def commit(self, states: Sequence[RequestState], lengths: Sequence[int], features: Sequence[Tensor]) -> None:
+    def commit(
+        self,
+        states: Sequence[RequestState],
+        lengths: Sequence[int],
+        features: Sequence[Tensor],
+        first_rows: Sequence[int] = (),
+    ) -> None:
         """Tell the proposer what became context.
 
         Args:
             states: requests of a step.
             lengths: how many tokens of each became context.
             features: theirs, of all tokens of the step; empty if the proposer wants none.
+            first_rows: where each of these begins among those of the whole step; empty if there are none.
         """
         contexts = []
         for i, (state, length) in enumerate(zip(states, lengths, strict=True)):
@@ -184,7 +358,9 @@ class Speculation:
             known = state.lease.length
             # a request that generates nothing has no anchor
             ids = state.tokens if len(state.tokens) == known + 1 else [*state.tokens, 0][: known + 1]
-            contexts.append(self._context(state, ids, features[i][:length] if features else None))
+            context = self._context(state, ids, features[i][:length] if features else None)
+            context.first_row = first_rows[i] if first_rows else 0
+            contexts.append(context)
         if not contexts:
             return
         try:

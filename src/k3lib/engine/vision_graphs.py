@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from k3lib import ops
+from k3lib.capture import capture, pool_bytes, reason_of
+from k3lib.multimodal import KimiK3ForConditionalGeneration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from k3lib.layers.vision import Grid, VisionBatch
-    from k3lib.multimodal import KimiK3ForConditionalGeneration
+    from k3lib.model import KimiK3ForCausalLM
 
 __all__ = ["Captured", "VisionGraphs", "capture_tower"]
 
@@ -76,6 +78,13 @@ class VisionGraphs:
         self._seen: OrderedDict[tuple[Grid, ...], int] = OrderedDict()
         self._facts: Hashable = None
 
+    @classmethod
+    def wanted(cls, model: KimiK3ForCausalLM | KimiK3ForConditionalGeneration, *, enabled: bool) -> VisionGraphs | None:
+        """Graphs of a model, if they are enabled and it sees on a CUDA device."""
+        if not enabled or model.device.type != "cuda" or not isinstance(model, KimiK3ForConditionalGeneration):
+            return None
+        return cls(model)
+
     def run(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Features of images, `[rows of all, D]`, in memory of their own; as `encode_local` of the model gives them."""
         key = tuple(grids)
@@ -117,7 +126,7 @@ class VisionGraphs:
             graph = self._capture(self.model, key)
         except Exception as error:
             self._failed.add(key)
-            logger.warning("images of grids %s run without a graph: %s", _shown(key), str(error).partition("\n")[0])
+            logger.warning("images of grids %s run without a graph: %s", _shown(key), reason_of(error))
             return None
         self._graphs[key] = graph
         self.num_captures += 1
@@ -163,19 +172,15 @@ class _TowerGraph:
 
 
 def capture_tower(model: KimiK3ForConditionalGeneration, grids: Sequence[Grid]) -> Captured:
-    """Capture one call of the tower and the projector on a CUDA device."""
+    """Capture one call of the tower and the projector on a CUDA device, in a pool of memory of its own.
+
+    Raises:
+        RuntimeError: something waits for the device; names the op.
+    """
     device = model.device
     batch = model.vision_batch(grids)
     p = model.vision_tower.config.patch_size
     patches = torch.zeros(batch.num_patches, 3, p, p, dtype=model.dtype, device=device)
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        model.encode_batch(patches, batch)  # compiles kernels, and libraries allocate what they keep
-    torch.cuda.current_stream(device).wait_stream(stream)
-    before, graph = torch.cuda.memory_reserved(device), torch.cuda.CUDAGraph()
-    # other threads may allocate meanwhile
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        features = model.encode_batch(patches, batch)
-    kept = max(0, torch.cuda.memory_reserved(device) - before) + patches.nbytes  # a graph has a pool of its own
-    return _TowerGraph(graph, patches, batch, features, kept)
+    pool = torch.cuda.graph_pool_handle()
+    graph, features = capture(lambda: model.encode_batch(patches, batch), device, pool)
+    return _TowerGraph(graph, patches, batch, features, pool_bytes(pool) + patches.nbytes)

@@ -159,6 +159,11 @@ class ExpertSpread:
     exchange: Literal["all_reduce", "all_to_all"] = "all_reduce"
     placement: Placement | None = None
 
+    @property
+    def talks_in(self) -> tuple[Group, ...]:
+        """The groups that `run` exchanges in."""
+        return (self.ep,) if self.exchange == "all_to_all" else (self.replicas, self.reduce)
+
     def held(self, num_experts: int) -> tuple[int, ...]:
         """The experts that lie on this rank, in the order of its places.
 

@@ -12,11 +12,16 @@ from k3lib.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import TracebackType
 
     from torch import Tensor
     from torch.distributed import ProcessGroup, Work
 
-__all__ = ["LOCAL", "Chain", "Group", "LocalGroup", "RankView", "TorchGroup"]
+__all__ = ["LOCAL", "Chain", "Group", "LocalGroup", "RankView", "TorchGroup", "TransportError"]
+
+
+class TransportError(RuntimeError):
+    """A collective failed: most likely another rank of the group has gone, or has ended its part."""
 
 
 class Group(Protocol):
@@ -134,11 +139,30 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(d
 _AS_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.bool)
 
 
+# errors of this rank's own device
+_OF_THE_DEVICE: tuple[type[Exception], ...] = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", MemoryError))
+
+
+class _Transport:
+    """Around calls of torch.distributed: what they raise is about the way, not about the data."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, _OF_THE_DEVICE):
+            raise TransportError(str(error).strip() or type(error).__name__) from error
+
+
+_TRANSPORT = _Transport()
+
+
 class TorchGroup:
     """A group over a process group of torch.distributed: gloo, NCCL, RCCL, HCCL.
 
     Every rank calls the same methods in the same order. Inputs are never changed. Results carry no gradient: a
-    backward pass through one is refused.
+    backward pass through one is refused. What torch.distributed raises comes as a `TransportError`.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -172,7 +196,8 @@ class TorchGroup:
         if self.size == 1 or not x.numel():
             return x
         total = x.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, getattr(dist.ReduceOp, op.upper()), group=self.group)
+        with _TRANSPORT:
+            dist.all_reduce(total, getattr(dist.ReduceOp, op.upper()), group=self.group)
         return _without_gradient(x, total)
 
     def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
@@ -185,7 +210,8 @@ class TorchGroup:
             return x.new_empty(shape)
         mine = _carried(x)
         parts = mine.new_empty(self.size * mine.shape[0], *mine.shape[1:]) if mine.ndim else mine.new_empty(self.size)
-        _all_gather(parts, mine, group=self.group)
+        with _TRANSPORT:
+            _all_gather(parts, mine, group=self.group)
         if dim % x.ndim:
             parts = torch.cat(parts.chunk(self.size), dim=dim)
         return _without_gradient(x, parts.view(x.dtype))
@@ -207,7 +233,8 @@ class TorchGroup:
             whole = torch.cat(whole.chunk(self.size, dim))  # parts one behind the other
         whole = whole.contiguous()
         part = whole.new_empty(whole.shape[0] // self.size, *whole.shape[1:])
-        _reduce_scatter(part, whole, group=self.group)
+        with _TRANSPORT:
+            _reduce_scatter(part, whole, group=self.group)
         return _without_gradient(x, part)
 
     def all_to_all(self, x: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
@@ -225,7 +252,8 @@ class TorchGroup:
             return x
         mine = _carried(x)
         received = mine.new_empty(sum(recv_counts), *mine.shape[1:])
-        dist.all_to_all_single(received, mine, list(recv_counts), list(send_counts), group=self.group)
+        with _TRANSPORT:
+            dist.all_to_all_single(received, mine, list(recv_counts), list(send_counts), group=self.group)
         return _without_gradient(x, received.view(x.dtype))
 
     # ---- one rank to another: pipelines, and what one rank decides for all
@@ -234,18 +262,21 @@ class TorchGroup:
         """Begin to send `x` to rank `to`; keep `x` until the returned work is done."""
         if not x.numel():
             return None
-        return dist.isend(_carried(x), group=self.group, group_dst=to)
+        with _TRANSPORT:
+            return dist.isend(_carried(x), group=self.group, group_dst=to)
 
     def receive(self, like: Tensor, source: int) -> Tensor:
         """Receive from rank `source` what has the shape and dtype of `like`, into `like`, which is contiguous."""
         if like.numel():
-            dist.recv(_carried(like), group=self.group, group_src=source)
+            with _TRANSPORT:
+                dist.recv(_carried(like), group=self.group, group_src=source)
         return like
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """Give every rank the `x` of rank `source`; the others pass a contiguous tensor of its shape to be filled."""
         if self.size > 1 and x.numel():
-            dist.broadcast(_carried(x), group=self.group, group_src=source)
+            with _TRANSPORT:
+                dist.broadcast(_carried(x), group=self.group, group_src=source)
         return x
 
 

@@ -10,23 +10,41 @@ the convolution.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional as F
 
+from k3lib.batch import Batch
 from k3lib.errors import ConfigError
 from k3lib.ops.conv import short_conv
-from k3lib.ops.kda import kda_chunk
+from k3lib.ops.kda import kda_chunk, kda_mixer
+from k3lib.ops.mla import store_rows
 from k3lib.ops.norm import gated_rms_norm
 from k3lib.ops.packing import compute_dtype, host_lengths, host_slots
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from torch import Tensor
 
+    from k3lib.batch import StateSaves, VerifyScratch
     from k3lib.ops.kda import KDAParams
     from k3lib.parallel.group import Group
 
-__all__ = ["compose", "conv_halo", "kda_context_parallel", "kda_mixer_context_parallel", "split_tokens", "transitions"]
+__all__ = [
+    "compose",
+    "conv_halo",
+    "kda_context_parallel",
+    "kda_mixer_context_parallel",
+    "mixer_of",
+    "prefill_split",
+    "split_tokens",
+    "store_everywhere",
+    "store_of",
+    "transitions",
+]
 
 
 def split_tokens(lengths: list[int], size: int, rank: int, chunk: int = 64) -> list[tuple[int, int]]:
@@ -195,6 +213,8 @@ def kda_mixer_context_parallel(
     conv_state: Tensor | None = None,
     slots: Tensor | None = None,
     cu_seqlens: Tensor,
+    saves: StateSaves | None = None,
+    verify: VerifyScratch | None = None,
     group: Group,
 ) -> Tensor:
     """`ops.kda_mixer` over requests whose tokens are split over the ranks of `group`; arguments as there.
@@ -202,8 +222,11 @@ def kda_mixer_context_parallel(
     Updates `state` and `conv_state` in place, alike on every rank.
 
     Raises:
-        ConfigError: shapes, offsets or slots do not fit; nothing has been sent or written.
+        ConfigError: shapes, offsets or slots do not fit, or states inside the prompt are wanted; nothing has been sent
+            or written.
     """
+    if saves is not None or verify is not None:
+        raise ConfigError("kda_mixer: tokens that are split over ranks leave the state behind all of them, no other")
     num_tokens, heads, key_dim = gate.shape
     value_dim = out_gate.shape[-1]
     if qkv.shape[-1] != heads * (2 * key_dim + value_dim):
@@ -245,3 +268,93 @@ def kda_mixer_context_parallel(
     if conv_state is not None and rows is not None and live:
         conv_state[[rows[i] for i in live]] = after[live].to(conv_state.dtype)
     return gated_rms_norm(out, out_gate, norm_weight, eps=norm_eps)
+
+
+# ---- a whole model
+
+
+def mixer_of(batch: Batch, group: Group) -> Callable[..., Tensor]:
+    """`ops.kda_mixer`, or the same over the tokens of all ranks of `group` if the batch is split over them.
+
+    Raises:
+        ConfigError: it is split over another number of ranks.
+    """
+    return functools.partial(kda_mixer_context_parallel, group=group) if _is_split(batch, group) else kda_mixer
+
+
+def store_of(batch: Batch, group: Group) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """`ops.store_rows`, or `store_everywhere` if the batch is split over the ranks of `group`; errors as above."""
+    return functools.partial(store_everywhere, group=group) if _is_split(batch, group) else store_rows
+
+
+def _is_split(batch: Batch, group: Group) -> bool:
+    if batch.split_over not in {1, group.size}:
+        raise ConfigError(
+            f"the batch is split over {batch.split_over} ranks, the layer over {group.size}: build the model on a mesh "
+            "with cp=group"
+        )
+    return batch.split_over > 1
+
+
+def store_everywhere(latent: Tensor, pages: Tensor, rows: Tensor, *, group: Group) -> None:
+    """`ops.store_rows` of every rank's rows on every rank; their number may differ.
+
+    Args:
+        latent: `[T, L + R]` of this rank's tokens.
+        pages: of this rank, updated in place.
+        rows: `[T]` int64, the same pages on all ranks.
+        group: the ranks that share the tokens.
+    """
+    counts = group.all_gather(torch.tensor([len(rows)], device=rows.device))
+    missing = int(counts.max()) - len(rows)
+    # what fills up goes to the null row, which drops it
+    latent, rows = F.pad(latent, (0, 0, 0, missing)), F.pad(rows, (0, missing))
+    store_rows(group.all_gather(latent), pages, group.all_gather(rows))
+
+
+def prefill_split(
+    run: Callable[[Batch], Tensor],
+    ids: Sequence[Tensor],
+    group: Group,
+    *,
+    slots: Sequence[int],
+    page_tables: Sequence[Sequence[int]],
+    page_size: int,
+    cached_tokens: Sequence[int] | None = None,
+    chunk: int = 64,
+) -> Tensor:
+    """Prefill prompts whose tokens are split over ranks, each of which has all weights and pools of its own.
+
+    Afterwards the pools of every rank hold what an unsplit prefill leaves there, so that any of them may decode. Only
+    the tokens are shared: KDA composes states, latent attention reads the rows of the ranks in front from the pages,
+    and everything else looks at one token at a time. (Pages narrower than the activations round these rows, as they do
+    with those of a cached prefix.)
+
+    Args:
+        run: a step on this rank, `lambda batch: model(batch, cache, logits="last")`, of a model on
+            `Mesh.single().replace(cp=group)`.
+        ids: `[length]` of each request, the same on all ranks.
+        group: the ranks, in the order of the tokens.
+        slots: state slot of each request, the same on all ranks.
+        page_tables: KV pages of each request, the same on all ranks.
+        page_size: tokens a page.
+        cached_tokens: of each request, in the pools of every rank already.
+        chunk: ranks get multiples of so many tokens of a request, but for its last ones.
+
+    Returns:
+        What `run` gives of the last token of each request, on every rank; zeros for a request without tokens.
+    """
+    lengths, before = [len(x) for x in ids], list(cached_tokens or [0] * len(ids))
+    parts = split_tokens(lengths, group.size, group.rank, chunk)
+    batch = Batch.of(
+        [end - begin for begin, end in parts],
+        cached_tokens=[cached + begin for cached, (begin, _) in zip(before, parts, strict=True)],
+        slots=slots,
+        page_tables=page_tables,
+        page_size=page_size,
+        input_ids=torch.cat([x[begin:end] for x, (begin, end) in zip(ids, parts, strict=True)]),
+    )
+    batch.split_over = group.size
+    last = run(batch)
+    ends = [begin < end == length for (begin, end), length in zip(parts, lengths, strict=True)]
+    return group.all_reduce(last.masked_fill(~torch.tensor(ends, device=last.device)[:, None], 0))

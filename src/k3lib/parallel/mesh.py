@@ -6,10 +6,11 @@ contiguous, inside it those of a replica, inside that those of a context-paralle
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -56,6 +57,8 @@ class ParallelConfig:
         dcp_replicate_q_proj: each rank projects the queries of its whole context-parallel group instead of gathering
             them.
         shard_latent_projections: cut the latent down and up projections of the experts and gather their outputs.
+        overlap_shared_experts: when to compute the shared experts beside the routed ones, on a side stream of a GPU:
+            in captured "graphs", unless they exchange in different groups; "always"; or "never".
         pp_partition: layers of each stage; None splits evenly.
     """
 
@@ -70,6 +73,7 @@ class ParallelConfig:
     dcp_comm_backend: Literal["a2a", "ag_rs"] | None = None
     dcp_replicate_q_proj: bool = False
     shard_latent_projections: bool = False
+    overlap_shared_experts: Literal["graphs", "always", "never"] = "graphs"
     pp_partition: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -124,6 +128,10 @@ class ParallelConfig:
             raise ConfigError(
                 f"moe_exchange='all_to_all' needs ep_size={self.ep_size} equal to tp_size={self.tp_size}: rows are "
                 "sent to the one rank that holds an expert"
+            )
+        if self.overlap_shared_experts not in {"graphs", "always", "never"}:
+            raise ConfigError(
+                f"overlap_shared_experts={self.overlap_shared_experts!r} is not one of graphs, always, never"
             )
         shared = self.shared_experts_tp_size
         if shared is not None and self.attention_size % shared:
@@ -224,6 +232,9 @@ class ParallelConfig:
             "ep": [stage[i::inner] for stage in stages for i in range(inner)],
             "expert_tp": contiguous(inner),
             "shared": contiguous(self.shared_size),
+            "replica": [
+                [stage[i] for stage in stages for i in range(first, first + width)] for first in range(0, tp, width)
+            ],
             "world": [list(range(world))],
         }
 
@@ -240,8 +251,13 @@ class Mesh:
         expert_tp: ranks that share the width of an expert; None is what follows from the others.
         shared: ranks that share the shared experts; None is `tp`, or one rank where tokens are sharded.
         pp: ranks with the same place in the pipeline stages.
+        cp: ranks that share the tokens of a prefill, all with the same weights; set by hand (see
+            `k3lib.parallel.kcp.prefill_split`).
+        replica: ranks of a replica, over its stages; None is `world`.
         world: all ranks.
-        control: all ranks, for small messages on the host; None is `world`.
+        control: those of `replica`, for small messages on the host; None is `replica`.
+        leaders: the first ranks of the replicas, for small messages on the host; None is `dp`. Only they have it.
+        health: who is told when a step fails here (see `watch` and `fail`); None tells nobody.
         config: the layout; the options in it count also for groups that were made by hand.
         placements: where experts and their copies lie, by MoE layer (counted from 0); a layer that is not named has
             contiguous ranges.
@@ -254,8 +270,12 @@ class Mesh:
     expert_tp: Group | None = None
     shared: Group | None = None
     pp: Group = LOCAL
+    cp: Group = LOCAL
+    replica: Group | None = None
     world: Group = LOCAL
     control: Group | None = None
+    leaders: Group | None = None
+    health: Heartbeat | None = None
     config: ParallelConfig = field(default_factory=ParallelConfig)
     placements: Mapping[int, Placement] = field(default_factory=dict)
 
@@ -297,12 +317,12 @@ class Mesh:
             listed = ", ".join(map(str, differing))
             raise ConfigError(f"the layout differs between ranks: {listed} of {world.size} have another than rank 0")
         made: dict[tuple[tuple[int, ...], ...], Group] = {}
-        groups = {name: _group(rows, device, timeout_s, made) for name, rows in config.axes().items()}
-        # an idle rank waits for the next message as long as it takes; that others live, is not this group's business
-        control = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365)) if world.size > 1 else None
+        groups: dict[str, Any] = {name: _group(rows, device, timeout_s, made) for name, rows in config.axes().items()}
+        replicas = config.axes()["replica"]
         return cls(
             **groups,
-            control=None if control is None else TorchGroup(control),
+            control=_host_group(replicas),
+            leaders=_host_group([[row[0] for row in replicas]]),
             config=config,
             placements=placements or {},
         )
@@ -328,7 +348,7 @@ class Mesh:
         placements: Mapping[int, Placement] | None = None,
     ) -> Mesh:
         """Make a mesh with transport of your own: `group` gives this rank's group of a partition of all ranks."""
-        groups = {name: group(rows) for name, rows in config.axes().items()}
+        groups: dict[str, Any] = {name: group(rows) for name, rows in config.axes().items()}
         return cls(**groups, config=config, placements=placements or {})
 
     def spread(self, moe_layer: int, num_experts: int) -> ExpertSpread:
@@ -362,6 +382,11 @@ class Mesh:
             return self.shared
         return LOCAL if self.config.moe_exchange == "all_to_all" else self.tp
 
+    @property
+    def replica_group(self) -> Group:
+        """Ranks of this replica, over its stages; the first leads the others."""
+        return self.world if self.replica is None else self.replica
+
     def stage(self, num_layers: int) -> range:
         """The layers of this rank's pipeline stage."""
         return stage_layers(num_layers, self.pp.size, self.config.pp_partition)[self.pp.rank]
@@ -393,9 +418,12 @@ class Mesh:
     def watch(self, *, timeout_s: float = 30.0, on_loss: Callable[[str], None] | None = None) -> Heartbeat | None:
         """Begin to watch the other ranks of `create`, from a thread; None if there is only one rank.
 
+        With `mesh.replace(health=mesh.watch())` the others also know at once when a step fails here.
+
         Args:
             timeout_s: a rank that gives no sign of life for so long is gone.
-            on_loss: called with a message that names it; None ends this process with the message.
+            on_loss: called with a message that names it, or the rank that failed and why; None ends this process with
+                the message.
         """
         if self.world.size == 1:
             return None
@@ -404,7 +432,29 @@ class Mesh:
         def connect() -> Store:
             return cast("Store", dist.TCPStore(host, port, is_master=False))  # type: ignore[attr-defined]
 
-        return Heartbeat(connect, self.world.rank, self.world.size, timeout_s=timeout_s, on_loss=on_loss)
+        waits = isinstance(self.world, TorchGroup) and self.world.backend == "nccl"
+        return Heartbeat(
+            connect,
+            self.world.rank,
+            self.world.size,
+            timeout_s=timeout_s,
+            on_loss=on_loss,
+            abort=self._abort if waits else None,
+        )
+
+    def fail(self, error: BaseException, *, wait: bool = True) -> None:
+        """Tell the other ranks that this one cannot go on: see `Heartbeat.fail`."""
+        if self.health is not None:
+            self.health.fail(error, wait=wait)
+
+    def _abort(self) -> None:
+        """End collectives of NCCL, which do not notice that the process of a rank has ended."""
+        axes = (self.tp, self.dp, self.dcp, self.ep, self.expert_tp, self.shared, self.pp, self.replica, self.world)
+        groups = {g.group for g in axes if isinstance(g, TorchGroup) and g.backend == "nccl"}
+        backends = [group._get_backend(torch.device("cuda")) for group in groups]
+        with contextlib.suppress(Exception):  # the process ends soon, whatever comes of it
+            for backend in backends:
+                backend.abort()
 
     def replace(self, **changes: object) -> Mesh:
         """A copy with other groups or options."""
@@ -467,6 +517,18 @@ def _group(
             if len(across[0]) > 1 and across not in made:
                 made[across] = TorchGroup(_with_timeout(mesh.get_group("among"), timeout_s))
     return made[key]
+
+
+def _host_group(rows: Sequence[Sequence[int]]) -> Group | None:
+    """This rank's group of `rows` for messages on the host, if it is in one of several ranks. All ranks call this."""
+    mine = None
+    for row in rows:
+        if len(row) > 1:
+            # an idle rank waits for a message as long as it takes; that others live, is not this group's business
+            group = dist.new_group(list(row), backend="gloo", timeout=datetime.timedelta(days=365))
+            if dist.get_rank() in row:
+                mine = TorchGroup(group)
+    return mine
 
 
 def _with_timeout(group: ProcessGroup, timeout_s: float) -> ProcessGroup:

@@ -150,15 +150,18 @@ def _engine_info(engine: "Engine") -> dict[str, Any]:
     """What the engine says of itself; runs between two of its steps."""
     stats = engine.stats()
     limits = stats.pop("limits")
+    replicas = stats.pop("replicas", [stats])
     memory = {"cache_bytes": engine.cache.pool.nbytes, "weight_bytes": _weight_bytes(engine)}
     return {
         "limits": limits,
-        "max_total_num_tokens": engine.cache.config.num_pages * engine.cache.page_tokens,
-        "max_running_requests": engine.scheduler.config.max_running,
+        "max_total_num_tokens": engine.cache.config.num_pages * engine.cache.page_tokens * len(replicas),
+        "max_running_requests": engine.scheduler.config.max_running * len(replicas),
         "memory": memory,
         "prefix_reuse": reuse_obstacle(engine) or "on",
         "avg_spec_accept_length": None if stats["speculation"] is None else stats["speculation"]["accept_length"],
-        "internal_states": [{"memory_usage": memory, **stats}],
+        "internal_states": [
+            {"memory_usage": memory, **{k: v for k, v in each.items() if k != "limits"}} for each in replicas
+        ],
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from k3lib.config import KimiK3Config
+    from k3lib.engine.recipes import Recipe
+    from k3lib.parallel import ParallelConfig
 
 __all__ = ["bench", "main", "serve"]
 
@@ -173,8 +175,17 @@ class Inspect:
 class Plan:
     """Split the memory of a device between state slots and tokens, and say where each number comes from."""
 
+    recipe: str | None = None
+    """HARDWARE/PD_MODE/STRATEGY of a published deployment of Kimi-K3, e.g. h200/unified/balanced or
+    b300/unified/peak-capacity-32: takes its layout, flags, ratio and memory, but for what is given here."""
+    quantization: Literal["mxfp4", "nvfp4", "modelslim"] | None = None
+    """Of that deployment: format of the weights; default: the first that is published."""
+    spec: Literal["none", "dspark", "dflash"] | None = None
+    """Of that deployment: who drafts; default: nobody, on Ascend DSPARK."""
+    hicache: Literal["off", "l2", "l3"] = "off"
+    """Of that deployment: tiers behind the cache."""
     model_path: str | None = None
-    """Folder or hub name (only config.json is read); the built-in tiny model if left out."""
+    """Folder or hub name (only config.json is read); left out: the built-in tiny model, or that of the recipe."""
     rest_gib: float | None = None
     """Memory of one rank for both pools; or give the next three."""
     gpu_memory_gib: float | None = None
@@ -221,12 +232,14 @@ class Plan:
     """Tokens a page; default 64."""
     context_length: int | None = None
     """Longest prompt plus output; default: the model's positions."""
-    speculative_algorithm: Literal["DSPARK"] | None = None
+    speculative_algorithm: Literal["DSPARK", "DFLASH"] | None = None
     """Plan for a draft."""
     speculative_draft_model_path: str | None = None
     """Folder or hub name of the draft (only config.json is read); default: 1400 bytes a token, blocks of 7."""
     speculative_dspark_block_size: int | None = None
     """Tokens a draft proposes; default: the draft's."""
+    speculative_dflash_block_size: int | None = None
+    """The same for DFLASH, whose sizes count the token in front of the draft too."""
     enable_linear_replayssm_spec: bool = False
     """Undo rejected tokens by replaying, not by keeping the state after each."""
     linear_replayssm_cache_len: int | None = None
@@ -241,20 +254,86 @@ class Plan:
     """For that: ranks that share the shared experts."""
     shard_latent_projections: bool = False
     """For that: cut the latent projections of the experts."""
+    redundant_experts: int = 0
+    """For that: copies of experts beyond one each."""
+    dcp_comm_backend: Literal["a2a", "ag_rs"] | None = None
+    """For that: how partial attention is exchanged; default: a2a."""
+    dcp_replicate_q_proj: bool = False
+    """For that: project the queries of a context-parallel group on each of its ranks."""
+    pp_partition: tuple[int, ...] | None = None
+    """Layers of each stage; default: split evenly."""
+    prompt_ranks: int = 1
+    """For that: ranks over which a long prompt is split in KDA layers."""
 
     def run(self) -> int:
-        from k3lib.cache.sizing import plan_memory
+        if self.recipe is not None:
+            return self._published(self.recipe)
+        for name, value in (("quantization", self.quantization), ("spec", self.spec)):
+            if value is not None:
+                raise ConfigError(f"--{name} {value} needs --recipe")
+        if self.hicache != "off":
+            raise ConfigError(f"--hicache {self.hicache} needs --recipe")
+        return self._run(self._config(), None)
+
+    def _config(self) -> KimiK3Config:
         from k3lib.checkpoint import Folder
         from k3lib.config import KimiK3Config
 
-        config = (
-            KimiK3Config.tiny() if self.model_path is None else KimiK3Config.from_hf(Folder(self.model_path).config())
-        )
+        if self.model_path is None:
+            return KimiK3Config.tiny()
+        return KimiK3Config.from_hf(Folder(self.model_path).config())
+
+    def _published(self, name: str) -> int:
+        """Plan a published deployment, with what was given in place of its own."""
+        from k3lib.cache.costs import MEAN_REQUEST_TOKENS
+        from k3lib.engine.recipes import SIZES, kimi_k3, resolve_recipe
+        from k3lib.server.planning import describe, plan_flags
+
+        parts = name.split("/")
+        if len(parts) != 3:
+            raise ConfigError(f"--recipe {name} is not HARDWARE/PD_MODE/STRATEGY")
+        recipe = resolve_recipe(*parts, quantization=self.quantization, spec=self.spec, hicache=self.hicache)
+        if not recipe.available:
+            asked = f"quantization {recipe.quantization}, spec {recipe.spec} and hicache {recipe.hicache}"
+            raise ConfigError(f"--recipe {name} with {asked} is not published: {recipe.unavailable_reason}")
+        if self.explain_layout and self.model_path is None:
+            _check_format(recipe)
+        flags = plan_flags(recipe)
+        if self.rest_gib is not None:
+            flags = {key: value for key, value in flags.items() if key not in ("gpu_memory_gib", "mem_fraction_static")}
+        default = Plan()
+        taken = {key: value for key, value in flags.items() if getattr(self, key) == getattr(default, key)}
+        decided = self.tokens_per_request is not None or self.max_mamba_cache_size is not None
+        if "mamba_full_memory_ratio" in taken and (decided or not taken.keys() >= set(SIZES)):
+            del taken["mamba_full_memory_ratio"]  # it was for these sizes
+            if not decided:
+                taken["tokens_per_request"] = MEAN_REQUEST_TOKENS
+        plan = replace(self, recipe=None, quantization=None, spec=None, hicache="off", **taken)
+        config = kimi_k3(recipe.quantization) if self.model_path is None else self._config()
+        layout = plan._parallel()  # refuses sizes that do not fit before anything is said
+        layout.check(config.text)
+        print(describe(recipe))
+        return plan._run(config, recipe)
+
+    def _run(self, config: KimiK3Config, recipe: Recipe | None) -> int:
         if self.explain_layout:
             print(self._layout(config))
             if self.rest_gib is None and self.gpu_memory_gib is None:
                 return 0
-        window, draft_cell = self._draft(config)
+        if recipe is not None and self.rest_gib is None:
+            if self.gpu_memory_gib is None:
+                print("the memory of this device is not published: give --gpu-memory-gib, or --rest-gib for both pools")
+                return 0
+            if self.weights_gib is None:
+                return replace(self, weights_gib=self._weigh(config, recipe))._run_pools(config, recipe)
+        return self._run_pools(config, recipe)
+
+    def _run_pools(self, config: KimiK3Config, recipe: Recipe | None) -> int:
+        from k3lib.cache.sizing import plan_memory
+        from k3lib.engine.recipes import SIZES
+        from k3lib.server.planning import serve_command
+
+        window, draft_cell = self._draft(config, recipe)
         plan = plan_memory(
             config,
             rest_bytes=self._rest(config, window),
@@ -267,19 +346,41 @@ class Plan:
             max_total_tokens=self.max_total_tokens,
             page_size=self.page_size,
             context_length=self.context_length,
+            pp_partition=self.pp_partition,
             draft_cell_bytes=draft_cell,
             **self._shared(),
         )
         print(plan)
         for warning in plan.warnings:
             print(f"warning: {warning}")
+        if recipe is None or self.gpu_memory_gib is None or self.weights_gib is None:
+            return 0
+        if all(getattr(self, name) == getattr(recipe, name) for name in SIZES):
+            command = serve_command(recipe)
+            print(f"as published: {command}" if command else "k3lib-serve cannot follow this recipe, see above")
         return 0
 
-    def _layout(self, config: KimiK3Config) -> str:
-        from k3lib.parallel import ParallelConfig
-        from k3lib.server.layouts import explain_layout
+    def _weigh(self, config: KimiK3Config, recipe: Recipe) -> float:
+        """GiB of the weights of a rank."""
+        from k3lib.cache.sizing import GIB
+        from k3lib.server.planning import weights_of
 
-        layout = ParallelConfig(
+        _check_format(recipe)
+        weights = weights_of(recipe, config, self._parallel(), vision=self._sees(config))
+        draft = "" if weights.draft == 0 else ", of the draft not known"
+        if weights.draft:
+            draft = f", of the draft {weights.draft / GIB:.2f}"
+        print(f"weights of a rank {weights.model / GIB:.2f} GiB{draft}")
+        return (weights.model + (weights.draft or 0)) / GIB
+
+    def _sees(self, config: KimiK3Config) -> bool:
+        """Whether ranks hold the vision tower: decode servers leave images to the others."""
+        return config.vision is not None and not self.language_only and self.disaggregation_mode != "decode"
+
+    def _parallel(self) -> ParallelConfig:
+        from k3lib.parallel import ParallelConfig
+
+        return ParallelConfig(
             tp_size=self.tp_size,
             dp_size=self.dp_size,
             dcp_size=self.dcp_size,
@@ -288,9 +389,18 @@ class Plan:
             moe_exchange=self.moe_exchange,
             shared_experts_tp_size=self.shared_experts_tp_size,
             shard_latent_projections=self.shard_latent_projections,
+            redundant_experts=self.redundant_experts,
+            dcp_comm_backend=self.dcp_comm_backend,
+            dcp_replicate_q_proj=self.dcp_replicate_q_proj,
+            pp_partition=self.pp_partition,
         )
+
+    def _layout(self, config: KimiK3Config) -> str:
+        from k3lib.server.layouts import explain_layout
+
         dtypes = {"kv_cache_dtype": self.kv_cache_dtype, "mamba_ssm_dtype": self.mamba_ssm_dtype}
-        return explain_layout(config, layout, **dtypes)
+        vision = self._sees(config)
+        return explain_layout(config, self._parallel(), **dtypes, vision=vision, prompt_ranks=self.prompt_ranks)
 
     def _shared(self) -> dict[str, Any]:
         """What the plan and the ratio are both asked with."""
@@ -309,27 +419,43 @@ class Plan:
             "replayssm_spec": self.enable_linear_replayssm_spec,
         }
 
-    def _draft(self, config: KimiK3Config) -> tuple[int | None, int | None]:
+    def _draft(self, config: KimiK3Config, recipe: Recipe | None) -> tuple[int | None, int | None]:
         """Verify window, and draft KV of a token; None where nobody said."""
         from k3lib.cache.costs import attention_width, draft_bytes_per_token, itemsize_of, text_of
         from k3lib.checkpoint import Folder
         from k3lib.draft_config import DraftConfig
+        from k3lib.server.planning import draft_cell
 
-        path, block_size = self.speculative_draft_model_path, self.speculative_dspark_block_size
+        path, block_size = self.speculative_draft_model_path, self._block_size()
         if self.speculative_algorithm is None:
-            for flag, value in (("draft-model-path", path), ("dspark-block-size", block_size)):
-                if value is not None:
-                    raise ConfigError(f"--speculative-{flag} {value} needs --speculative-algorithm DSPARK")
             return None, None
         cell = None
+        text, activations = text_of(config, None)
+        width = attention_width(text, self.tp_size, self.dp_size, self.dcp_size)
+        itemsize = itemsize_of("kv_cache_dtype", self.kv_cache_dtype, auto=activations)
         if path is not None:
             draft = DraftConfig.from_hf(Folder(path).config())
-            text, activations = text_of(config, None)
-            width = attention_width(text, self.tp_size, self.dp_size, self.dcp_size)
-            itemsize = itemsize_of("kv_cache_dtype", self.kv_cache_dtype, auto=activations)
             cell = draft_bytes_per_token(draft, itemsize=itemsize, tp_size=width)
             block_size = draft.block_size if block_size is None else block_size
+        elif recipe is not None:
+            cell = draft_cell(recipe, itemsize=itemsize, tp_size=width)
         return None if block_size is None else block_size + 1, cell
+
+    def _block_size(self) -> int | None:
+        """Tokens that a draft proposes, if a flag says it."""
+        algorithm, size = self.speculative_algorithm, self.speculative_dspark_block_size
+        flags = {
+            "draft-model-path": (self.speculative_draft_model_path, ("DSPARK", "DFLASH")),
+            "dspark-block-size": (size, ("DSPARK",)),
+            "dflash-block-size": (self.speculative_dflash_block_size, ("DFLASH",)),
+        }
+        for flag, (value, algorithms) in flags.items():
+            if value is not None and algorithm not in algorithms:
+                raise ConfigError(
+                    f"--speculative-{flag} {value} needs --speculative-algorithm {' or '.join(algorithms)}"
+                )
+        window = self.speculative_dflash_block_size
+        return size if window is None else window - 1
 
     def _rest(self, config: KimiK3Config, window: int | None) -> float:
         """Bytes for both pools."""
@@ -457,6 +583,14 @@ class Conformance:
         return int(any(result.outcome == "FAILED" for result in found))
 
 
+def _check_format(recipe: Recipe) -> None:
+    if recipe.quantization not in ("mxfp4", "nvfp4"):
+        raise ConfigError(
+            f"weights in {recipe.quantization} are not a format of k3lib, so what they take is not known: give "
+            "--weights-gib, or --rest-gib for both pools"
+        )
+
+
 def _device(asked: str | None) -> Any:  # noqa: ANN401 - a torch.device; torch is imported late
     import torch
 
@@ -511,10 +645,14 @@ def serve() -> None:
 
 def _serve() -> int:
     from k3lib.server.config import ServeConfig
+    from k3lib.server.foreign import translate
     from k3lib.server.logs import configure_logs
 
-    config = tyro.cli(ServeConfig, prog="k3lib-serve", config=SERVE_OPTIONS)
+    arguments, read = translate(sys.argv[1:])
+    config = tyro.cli(ServeConfig, prog="k3lib-serve", args=arguments, config=SERVE_OPTIONS)
     configure_logs(config.network.log_level or os.environ.get("K3LIB_LOG", "info"), config.network.log_format)
+    for reading in read:
+        logging.getLogger(__name__).info("--%s", reading)
 
     from k3lib.server.serve import run_server
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from k3lib.engine import EngineConfig
     from k3lib.model import KimiK3ForCausalLM
+    from k3lib.server.tokenizer import Tokenizer
 
 __all__ = ["follow_rank_0", "joined"]
 
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 @contextlib.contextmanager
 def joined(layout: ParallelConfig, *, device: str | None, model_path: str | None, timeout_s: float) -> Iterator[Mesh]:
     """The ranks that `torchrun` started with this one, watched until the end; one rank without it.
+
+    When this one fails, the others are told why, and end too.
 
     Args:
         layout: which ranks there are.
@@ -47,19 +50,23 @@ def joined(layout: ParallelConfig, *, device: str | None, model_path: str | None
     mesh = Mesh.create(layout, backend)
     logger.info("rank %d of %d over %s: %s", mesh.world.rank, mesh.world.size, backend, layout)
     beat = mesh.watch(timeout_s=timeout_s)
+    mesh = mesh.replace(health=beat)
     try:
         yield mesh
+    except BaseException as error:
+        mesh.fail(error)
+        raise
     finally:
         if beat is not None:
             beat.stop()
 
 
-def follow_rank_0(model: KimiK3ForCausalLM, config: EngineConfig) -> int:
+def follow_rank_0(model: KimiK3ForCausalLM, config: EngineConfig, tokenizer: Tokenizer) -> int:
     """Serve rank 0's engine until it closes; returns the exit status.
 
     Signals are left to rank 0, which lets running requests end before it lets the others go.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    follow(model, config)
+    follow(model, config, tokenizer=tokenizer)
     return 0

@@ -69,6 +69,8 @@ def model_specs(
             "attn_res/all",
             ops.AttnResSpec(hidden=hidden, num_blocks=rows, dtype=dtype, adds=True, writes=False, norms=True),
         ),
+        ("linear/prefill", ops.LinearSpec(dtype=dtype, weight_dtype=dtype, tokens="many")),
+        ("linear/decode", ops.LinearSpec(dtype=dtype, weight_dtype=dtype, tokens="few")),
         ("rms_norm/all", ops.NormSpec(width=hidden, dtype=dtype, weight_dtype=dtype)),
         (
             "situ_and_mul/all",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import uvicorn
 
 from k3lib import ops
-from k3lib.engine import AsyncEngine, Engine, EngineConfig
+from k3lib.engine import AsyncEngine, Engine, EngineConfig, ReplicatedEngine
 from k3lib.engine.engine import decisions
 from k3lib.engine.grammar import is_available
 from k3lib.errors import ConfigError
@@ -52,16 +52,13 @@ def run_server(config: ServeConfig) -> int:
 
 def _run(config: ServeConfig, mesh: Mesh) -> int:
     where = config.model
-    alone = mesh.world.size == 1
-    if not (alone or config.vision.language_model_only):
-        logger.info("%d ranks serve text only: images need one rank", mesh.world.size)
     model = load_model(
         where.model_path,
         dtype=where.dtype,
         device=where.device,
         revision=where.revision,
         resident_experts=where.resident_experts,
-        vision=alone and not config.vision.language_model_only,
+        vision=not config.vision.language_model_only,
         mesh=mesh,
     )
     tok = tokenizer_for(where.model_path, where.tokenizer_path, model, revision=where.revision)
@@ -73,8 +70,10 @@ def _run(config: ServeConfig, mesh: Mesh) -> int:
             logger.info("low memory: %s", note)
     rules = dataclasses.replace(rules, spec=config.speculation.spec())
     if mesh.world.rank:
-        return follow_rank_0(cast("KimiK3ForCausalLM", model), rules)
-    engine = Engine(model, rules, tokenizer=tok)
+        return follow_rank_0(cast("KimiK3ForCausalLM", model), rules, tok)
+    # a front over replicas has the methods of an engine
+    kind = Engine if mesh.dp.size == 1 else cast("type[Engine]", ReplicatedEngine)
+    engine = kind(model, rules, tokenizer=tok)
     _say_grammars(required=config.api.require_grammar)
     name = where.served_model_name or where.model_path or BUILT_IN
     _banner(name, engine)

@@ -7,7 +7,7 @@ from k3lib.spec.draft_pool import DraftPool
 from k3lib.spec.drafts import BlockDraft, InferactDraft, RadixArkDraft, make_draft
 from k3lib.spec.dspark import DSpark
 from k3lib.spec.ngram import NGram
-from k3lib.spec.proposer import MAX_BLOCK, Bound, Draft, DraftContext, Proposer, SpecConfig
+from k3lib.spec.proposer import MAX_BLOCK, Bound, Draft, DraftContext, Proposer, Shared, SpecConfig
 
 __all__ = [
     "MAX_BLOCK",
@@ -23,6 +23,7 @@ __all__ = [
     "Proposer",
     "RadixArkDraft",
     "RopeConfig",
+    "Shared",
     "SpecConfig",
     "make_draft",
 ]

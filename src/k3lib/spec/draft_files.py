@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from k3lib.errors import CheckpointError, ConfigError
 from k3lib.layers.linear import fuse, placement
 from k3lib.model import check_place
 from k3lib.parallel.group import LOCAL, Group
-from k3lib.spec.drafts import InferactDraft, RadixArkDraft, make_draft
+from k3lib.spec.drafts import InferactDraft, RadixArkDraft, divides, make_draft
 from k3lib.stored import PLAIN, TORCH_DTYPES, OpenFiles, TensorInfo
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def load_draft(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     revision: str | None = None,
+    cut: Literal["always", "evenly"] = "always",
 ) -> InferactDraft | RadixArkDraft:
     """Load a draft model, without gradients.
 
@@ -51,8 +52,10 @@ def load_draft(
         path: folder or hub name of a draft, or folder of a target with a draft in `dspark/`.
         tp: ranks that share it; only this rank's part is read.
         dtype: of the weights; None keeps the stored one.
-        device: where the weights go; default CPU.
+        device: where the weights go; default CPU. On "meta" everything is checked and no weight is read.
         revision: of a hub name.
+        cut: what if its heads or MLP do not divide over the ranks of `tp`: refuse, or, cutting "evenly" or not at all,
+            hold the whole draft on each of them.
 
     Raises:
         ConfigError: another family, a configuration that is not implemented or does not divide over the ranks, a dtype
@@ -63,8 +66,11 @@ def load_draft(
     folder = _open(path, revision)
     stored = _canonical(folder)
     config = _read_config(folder.config(), stored)
+    tp = LOCAL if cut == "evenly" and not divides(config, tp.size) else tp
     draft = make_draft(config, tp=tp, dtype=dtype or _stored_dtype(stored), device="meta")
     _plan(draft, stored).check(folder.path)
+    if torch.device(device or "cpu").type == "meta":
+        return draft.eval()
     with torch.inference_mode(mode=False), torch.no_grad():
         files = OpenFiles(info.file for info in stored.values())
         for owner, module in draft.named_modules():
@@ -74,8 +80,8 @@ def load_draft(
                 made = nn.Parameter(torch.empty_like(parameter, device=device or "cpu"))
                 made.placement = place  # type: ignore[attr-defined]
                 module._parameters[name] = made
-                cut = (0, 0, None) if place.shard is None else (place.shard.dim, place.begin, place.end)
-                files.copy_into(made, stored[f"{owner}.{name}"], *cut)
+                part = (0, 0, None) if place.shard is None else (place.shard.dim, place.begin, place.end)
+                files.copy_into(made, stored[f"{owner}.{name}"], *part)
         draft.requires_grad_(requires_grad=False)
         fuse(draft)
     return draft.eval()

@@ -38,6 +38,7 @@ __all__ = [
     "MarkovHead",
     "MarkovStep",
     "RadixArkDraft",
+    "divides",
     "make_draft",
 ]
 
@@ -532,6 +533,12 @@ class RadixArkDraft(BlockDraft):
     def _last_norm(self, hidden: Tensor) -> Tensor:
         normed: Tensor = self.norm(hidden)
         return normed
+
+
+def divides(config: DraftConfig, tp_size: int) -> bool:
+    """Whether so many ranks can share a draft's heads and MLP evenly."""
+    heads = config.num_kv_heads if config.mla is None else config.mla.num_heads
+    return heads % tp_size == 0 and config.intermediate_size % tp_size == 0
 
 
 def make_draft(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ from k3lib.spec.draft_graphs import Block, DraftGraphs, Proposed
 from k3lib.spec.proposer import MAX_BLOCK, Draft
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
     from os import PathLike
 
     from torch import Tensor
@@ -39,8 +39,23 @@ class _Bound(NamedTuple):
     pool: DraftPool
 
 
+class _Span(NamedTuple):
+    """Tokens of a request that become context: from `begin` to `end`.
+
+    Attributes:
+        begin, end: positions.
+        pages: those that hold them, from the one of `begin` on.
+        first_row: where their features begin among those of all tokens of the step.
+    """
+
+    begin: int
+    end: int
+    pages: list[int]
+    first_row: int
+
+
 class DSpark:
-    """Proposes with a draft model. Satisfies `Proposer` and `Bound`.
+    """Proposes with a draft model. Satisfies `Proposer`, `Bound` and `Shared`.
 
     The draft's keys and values of the context lie in the pages of the requests, beside the target's, so whoever finds
     a prefix in the cache finds them, too. A block itself is never stored.
@@ -48,12 +63,19 @@ class DSpark:
         spark = DSpark.from_pretrained("RadixArk/Kimi-K3-DSpark", device=model.device, dtype=model.dtype)
         engine = Engine(model, EngineConfig(spec=SpecConfig(draft=spark)))
 
+    Over many ranks, those of the first stage run it together: heads and MLP are cut alike, embedding and head are the
+    target's, cut by vocabulary, and each rank keeps rows of its own heads, of all tokens (also where the target's are
+    shared by context parallelism). Rank 0 alone would need no message for a block, but a whole draft, copies of
+    embedding and head, and rows of all heads; and all ranks would do without that memory, because their pools have one
+    size. Taking in context costs no message: what a rank has to do for it travels with the next one.
+
     Without an engine, `draft` is a module of its own: see `BlockDraft`.
 
     Attributes:
-        draft: the model.
+        draft: the model, or this rank's part.
         block_size, feature_layers, feature_kind: see `Proposer`; taps are a property of the draft.
         graphs: replays blocks on a CUDA device; None before `bind`, and elsewhere.
+        tell: see `Shared`.
     """
 
     def __init__(self, draft: BlockDraft, *, block_size: int | None = None) -> None:
@@ -74,6 +96,7 @@ class DSpark:
         self.feature_layers: tuple[int, ...] = draft.config.feature_layers
         self.feature_kind: Literal["prefix", "mixture"] = draft.config.feature_kind
         self.graphs: DraftGraphs | None = None
+        self.tell: Callable[..., None] | None = None
         self._bound: _Bound | None = None
         self._ends: dict[str, tuple[int, int]] = {}  # of each request its lease, and how many tokens have rows there
 
@@ -87,9 +110,11 @@ class DSpark:
         block_size: int | None = None,
         tp: Group = LOCAL,
         revision: str | None = None,
+        cut: Literal["always", "evenly"] = "always",
     ) -> DSpark:
         """Load a draft; arguments and errors as in `load_draft` and the constructor."""
-        return cls(load_draft(path, tp=tp, dtype=dtype, device=device, revision=revision), block_size=block_size)
+        draft = load_draft(path, tp=tp, dtype=dtype, device=device, revision=revision, cut=cut)
+        return cls(draft, block_size=block_size)
 
     @property
     def cell_bytes(self) -> int:
@@ -97,9 +122,26 @@ class DSpark:
         return self.draft.new_pool(1, 1).nbytes // 2  # a pool of one row has the null row too
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of this rank's weights."""
+        return sum(p.nbytes for p in self.draft.parameters())
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the context takes, in all pages of the cache; 0 before `bind`."""
         return 0 if self._bound is None else self._bound.pool.nbytes
+
+    def check(self, model: KimiK3ForCausalLM) -> None:
+        """Refuse a target that the draft does not fit; a draft on the meta device fits targets on any.
+
+        Raises:
+            ConfigError: names both values.
+        """
+        _check_fit(self.draft, model)
+
+    def summary(self) -> str:
+        """What has to be the same on all ranks: configuration, dtype, and how it is cut."""
+        return repr((self.draft.config, self.draft.dtype, self.block_size, self.draft.tp.size))
 
     def bind(self, model: KimiK3ForCausalLM, cache: HybridCache) -> None:
         """Take the target's embedding, head and pages, and allocate rows beside them.
@@ -110,8 +152,9 @@ class DSpark:
         """
         if self._bound is not None:
             raise ConfigError("DSpark: this draft is bound to a target already; load it again for another one")
-        _check_fit(self.draft, model)
-        pool = self.draft.new_pool(cache.config.num_pages, cache.config.page_size)
+        self.check(model)
+        _check_held(model)
+        pool = self.draft.new_pool(cache.config.num_pages, cache.page_tokens)
         cache.pool.paged.append(pool)
         self._bound = _Bound(model, pool)
         if self.draft.device.type == "cuda":
@@ -137,26 +180,38 @@ class DSpark:
             ConfigError: no features or lease, other shapes, or tokens in front of them that never had rows. Nothing has
                 been written.
         """
-        model, pool = self._need_bound()
-        spans = [self._new_span(context) for context in contexts]
-        positions = [p for begin, end in spans for p in range(begin, end)]
-        if not positions:
+        size = self._need_bound().pool.page_size
+        spans = [self._new_span(context, size) for context in contexts]
+        if all(span.begin == span.end for span in spans):
             return
-        rows = [
-            row
-            for context, (begin, end) in zip(contexts, spans, strict=True)
-            for row in _rows_of(context, begin, end, pool.page_size)
-        ]
-        place, where = _to_device([positions, rows], self.draft.device)
-        parts = [context.features for context in contexts if context.features is not None]
-        with model.use_backends():
-            fused = self.draft.context(torch.cat(parts) if len(parts) > 1 else parts[0])
-            pool.store(self.draft.rows(fused, place), where)
-        for context, (_, end) in zip(contexts, spans, strict=True):
-            self._ends[context.request_id] = _lease(context).number, end
+        if self.tell is not None:
+            self.tell("commit", [tuple(span) for span in spans])
+        self._take_in(spans, [context.features for context in contexts if context.features is not None])
+        for context, span in zip(contexts, spans, strict=True):
+            self._ends[context.request_id] = _lease(context).number, span.end
 
-    def _new_span(self, context: DraftContext) -> tuple[int, int]:
-        """Positions of the tokens that `features` are of."""
+    def _take_in(self, spans: Sequence[_Span], features: Sequence[Tensor]) -> None:
+        """Store rows of some tokens."""
+        model, pool = self._need_bound()
+        positions = [p for span in spans for p in range(span.begin, span.end)]
+        rows = [row for span in spans for row in _rows_of(span, pool.page_size)]
+        place, where = _to_device([positions, rows], self.draft.device)
+        with model.use_backends():
+            fused = self.draft.context(torch.cat(list(features)) if len(features) > 1 else features[0])
+            pool.store(self.draft.rows(fused, place), where)
+
+    @torch.no_grad()
+    def replay(self, kind: str, *values: Any, features: Tensor | None = None) -> None:  # noqa: ANN401 - plain values
+        """Do what `tell` heard of on rank 0."""
+        if kind == "commit":
+            assert features is not None, "the step had taps"
+            spans = [_Span(*span) for span in values[0]]
+            self._take_in(spans, [features[s.first_row : s.first_row + s.end - s.begin] for s in spans])
+        else:
+            self._run(*values)
+
+    def _new_span(self, context: DraftContext, page_size: int) -> _Span:
+        """The tokens that `features` are of."""
         features, end, name = context.features, len(context.token_ids) - 1, context.request_id
         width = self.draft.config.feature_width
         if features is None or features.ndim != 2 or features.shape[1] != width or features.dtype != self.draft.dtype:
@@ -170,7 +225,10 @@ class DSpark:
                 f"request {name}: features of tokens {begin} .. {end - 1} were given, but the draft knows the context "
                 f"up to {known} only: every step of the target has to be committed"
             )
-        return begin, end
+        pages = _lease(context).pages
+        if len(pages) * page_size < end:
+            raise ConfigError(f"request {name}: its {len(pages)} pages of {page_size} do not hold {end} tokens")
+        return _Span(begin, end, pages[begin // page_size : -(-end // page_size)], context.first_row)
 
     def _end_of(self, context: DraftContext) -> int:
         """Tokens of a request that have rows: those that were committed, or found in the cache."""
@@ -201,10 +259,10 @@ class DSpark:
                     f"request {context.request_id}: a context of {length} tokens, but the draft knows {known} only: "
                     "every step of the target has to be committed"
                 )
-        step = self._describe(contexts, pool)
-        found = None if self.graphs is None else self.graphs.run(step)
-        if found is None:
-            found = self._compute(step)
+        asked = self._describe(contexts, pool)
+        if self.tell is not None:
+            self.tell("propose", *asked)
+        found = self._run(*asked)
         listed, estimates = _to_host(found.tokens, found.confidence)
         return [
             Draft(
@@ -215,6 +273,13 @@ class DSpark:
             for i, (ids, context) in enumerate(zip(listed, contexts, strict=True))
         ]
 
+    def _run(self, parts: Sequence[list[int]], width: int, draws: bool) -> Proposed:
+        """What comes of the block that `_describe` describes."""
+        anchors, starts, seeds, bits, pages = _to_device(parts, self.draft.device)
+        step = Block(anchors, starts, seeds, bits.view(torch.float64), pages.view(len(anchors), width), draws)
+        found = None if self.graphs is None else self.graphs.run(step)
+        return self._compute(step) if found is None else found
+
     def _compute(self, step: Block) -> Proposed:
         model, pool = self._need_bound()
         with model.use_backends():
@@ -223,7 +288,13 @@ class DSpark:
         tokens, confidence = self._pick(hidden, logits, step)
         return Proposed(tokens, confidence, logits)
 
-    def _describe(self, contexts: Sequence[DraftContext], pool: DraftPool) -> Block:
+    def _describe(self, contexts: Sequence[DraftContext], pool: DraftPool) -> tuple[list[list[int]], int, bool]:
+        """A block as plain values.
+
+        Returns:
+            Anchors, lengths of the contexts, seeds, bits of the temperatures, and page tables one behind the other;
+            columns of a page table; and whether a request draws.
+        """
         lengths = [len(context.token_ids) - 1 for context in contexts]
         counts = [-(-length // pool.page_size) for length in lengths]
         width = max(counts)
@@ -243,9 +314,7 @@ class DSpark:
             [_as_bits(t) for t in temperatures],
             [page for table in tables for page in table],
         ]
-        anchors, starts, seeds, bits, pages = _to_device(parts, self.draft.device)
-        table = pages.view(len(contexts), width)
-        return Block(anchors, starts, seeds, bits.view(torch.float64), table, any(sampled))
+        return parts, width, any(sampled)
 
     def _run_block(self, step: Block, model: KimiK3ForCausalLM, pool: DraftPool) -> Tensor:
         """What the head reads for each token to be proposed: `[B, block_size, D]`."""
@@ -253,7 +322,8 @@ class DSpark:
         skipped = 0 if config.sample_from_anchor else 1  # the row of the anchor
         ids = step.anchors.new_full((len(step.anchors), self.block_size + skipped), config.mask_token_id)
         ids[:, 0] = step.anchors
-        embedded = model.model.embed_tokens(ids.flatten()).view(*ids.shape, -1)
+        # where tokens are sharded over ranks, an embedding is too
+        embedded = model.model.rows.gather(model.model.embed_tokens(ids.flatten()), ids.numel()).view(*ids.shape, -1)
         return self.draft.block(embedded, step.lengths, pool, step.page_table)[:, skipped:]
 
     def _pick(self, hidden: Tensor, logits: Tensor, step: Block) -> tuple[Tensor, Tensor | None]:
@@ -317,7 +387,7 @@ def _check_fit(draft: BlockDraft, model: KimiK3ForCausalLM) -> None:
         ("target_hidden_size", c.target_hidden_size, text.hidden_size),
         ("target layers", c.target_layers or text.num_layers, text.num_layers),
         ("dtype", draft.dtype, model.dtype),
-        ("device", draft.device, model.device),
+        ("device", model.device if draft.device.type == "meta" else draft.device, model.device),
     ]
     for name, mine, its in pairs:
         if mine != its:
@@ -327,17 +397,22 @@ def _check_fit(draft: BlockDraft, model: KimiK3ForCausalLM) -> None:
             f"the draft does not fit the target: it taps layers {list(c.feature_layers)}, the target has layers 0.."
             f"{text.num_layers - 1}"
         )
-    if not (model.model.has_embedding and model.model.has_output):
-        held = model.model.layer_range
-        raise ConfigError(
-            f"the draft needs the whole target, which has {text.num_layers} layers; this is a slice of layers "
-            f"{held.start}..{held.stop - 1}"
-        )
     if draft.tp.size not in (1, model.mesh.tp.size):
         raise ConfigError(
             f"the draft is cut over tp_size={draft.tp.size} ranks, the target over "
             f"{model.mesh.tp.size}; cut it alike, or not at all"
         )
+
+
+def _check_held(model: KimiK3ForCausalLM) -> None:
+    """Raise ConfigError if a target has no embedding or head; an engine over stages gives the first one a head."""
+    if model.model.has_embedding and "lm_head" in model._modules:
+        return
+    held = model.model.layer_range
+    raise ConfigError(
+        f"the draft needs the whole target, which has {model.config.text.num_layers} layers; this is a slice of layers "
+        f"{held.start}..{held.stop - 1}"
+    )
 
 
 def _lease(context: DraftContext) -> Lease:
@@ -346,14 +421,10 @@ def _lease(context: DraftContext) -> Lease:
     return context.lease
 
 
-def _rows_of(context: DraftContext, begin: int, end: int, page_size: int) -> list[int]:
-    """Rows of the pool at positions `begin .. end - 1`."""
-    pages = _lease(context).pages
-    if len(pages) * page_size < end:
-        raise ConfigError(
-            f"request {context.request_id}: its {len(pages)} pages of {page_size} do not hold {end} tokens"
-        )
-    return [pages[p // page_size] * page_size + p % page_size for p in range(begin, end)]
+def _rows_of(span: _Span, page_size: int) -> list[int]:
+    """Rows of the pool."""
+    first = span.begin // page_size
+    return [span.pages[p // page_size - first] * page_size + p % page_size for p in range(span.begin, span.end)]
 
 
 def _is_greedy(params: SamplingParams) -> bool:

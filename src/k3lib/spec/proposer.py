@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from k3lib.draft_config import MAX_BLOCK
 from k3lib.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from k3lib.engine.request import SamplingParams
     from k3lib.model import KimiK3ForCausalLM
 
-__all__ = ["MAX_BLOCK", "Bound", "Draft", "DraftContext", "Proposer", "SpecConfig"]
+__all__ = ["MAX_BLOCK", "Bound", "Draft", "DraftContext", "Proposer", "Shared", "SpecConfig"]
 
 
 @dataclass(slots=True)
@@ -32,6 +32,7 @@ class DraftContext:
         features: `[n, layers * hidden]`, the target's features of the n newest tokens in front of the anchor, which
             `commit` makes context; None in `propose`, and if the proposer wants none.
         lease: its memory, for a proposer that keeps its own rows beside the target's pages.
+        first_row: where `features` begin among those of all tokens of the step, which every rank has.
     """
 
     request_id: str
@@ -40,6 +41,7 @@ class DraftContext:
     seed: int = 0
     features: Tensor | None = None
     lease: Lease | None = None
+    first_row: int = 0
 
 
 @dataclass(slots=True)
@@ -86,7 +88,12 @@ class Proposer(Protocol):
 
 @runtime_checkable
 class Bound(Protocol):
-    """A proposer that uses the target's embedding or memory: told once which they are, before anything else."""
+    """A proposer that uses the target's embedding or memory: told once which they are, before anything else.
+
+    In an engine over many ranks it runs on rank 0 alone, and the other ranks do their part of each
+    `model.model.embed_tokens(ids)` and `model.scores(hidden)`; its rows lie beside rank 0's pages, which hold
+    `cache.page_tokens` tokens each.
+    """
 
     def bind(self, model: KimiK3ForCausalLM, cache: HybridCache) -> None:
         """Take the target and its cache.
@@ -94,6 +101,36 @@ class Bound(Protocol):
         Raises:
             ConfigError: they do not fit; names both values.
         """
+        ...
+
+
+@runtime_checkable
+class Shared(Bound, Protocol):
+    """A bound proposer that the ranks of the first stage run together: each has its part, and does what rank 0 does.
+
+    Those of later stages make one only to `check` it.
+
+    Attributes:
+        tell: on rank 0 of several, called with what is about to be done, by name and with plain values; None elsewhere.
+            The others begin with "propose" at once, and do everything else before whatever comes next.
+    """
+
+    tell: Callable[..., None] | None
+
+    def check(self, model: KimiK3ForCausalLM) -> None:
+        """Refuse a target that it does not fit, on every rank alike and before anything is exchanged.
+
+        Raises:
+            ConfigError: names both values.
+        """
+        ...
+
+    def summary(self) -> str:
+        """What has to be the same on all ranks."""
+        ...
+
+    def replay(self, kind: str, *values: Any, features: Tensor | None = None) -> None:  # noqa: ANN401 - plain values
+        """Do what `tell` heard of on rank 0; `features` are those of all tokens of the last step."""
         ...
 
 
