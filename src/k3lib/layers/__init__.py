@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from k3lib.layers.attn_res import AttnRes, AttnResStream, ResidualStream
+from k3lib.layers.attn_res import AttnRes, AttnResStream, ResidualStream, ScoreWeights
 from k3lib.layers.kda import KimiDeltaAttention
 from k3lib.layers.latent_moe import Experts, LatentMoE, Router
 from k3lib.layers.linear import K3Module, Linear, Shard, VocabEmbedding
@@ -24,6 +24,7 @@ __all__ = [
     "RMSNorm",
     "ResidualStream",
     "Router",
+    "ScoreWeights",
     "Shard",
     "SiTUMLP",
     "VisionProjector",

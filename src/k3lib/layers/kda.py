@@ -17,6 +17,7 @@ from k3lib.errors import CheckpointError, ConfigError
 from k3lib.layers.linear import Fused, K3Module, Linear, Shard, parameter, shard_range, wide_dtype
 from k3lib.layers.norm import GatedRMSNorm
 from k3lib.parallel.group import LOCAL, Group
+from k3lib.parallel.kcp import mixer_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,11 +83,22 @@ class KimiDeltaAttention(K3Module):
         config: KDAConfig,
         *,
         tp: Group = LOCAL,
+        cp: Group = LOCAL,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        """Make the layer.
+
+        Args:
+            config: of the layer.
+            tp: ranks that share the heads.
+            cp: ranks that share the tokens of a batch that is split.
+            dtype: of the weights.
+            device: of the weights.
+        """
         super().__init__()
         self.config = config
+        self.cp = cp
         hidden, keys, values = config.hidden_size, config.key_dim, config.value_dim
         begin, end = shard_range(config.num_heads, tp, Shard(0, what="KDA heads"))
         self.num_heads = end - begin
@@ -198,7 +210,7 @@ class KimiDeltaAttention(K3Module):
         gate = self.f_b_proj(low_rank).view(tokens, heads, c.key_dim)
         if not c.full_rank_gate:
             out_gate = self.g_b_proj(out_gate)
-        out = ops.kda_mixer(
+        out = mixer_of(batch, self.cp)(
             qkv,
             gate,
             beta,

@@ -16,6 +16,7 @@ from k3lib.layers.norm import RMSNorm
 from k3lib.parallel.ep import ExpertSpread, choose_places
 from k3lib.parallel.group import LOCAL, Group
 from k3lib.parallel.sp import TokenShards
+from k3lib.parallel.streams import WAYS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from k3lib.batch import RouteTap
     from k3lib.config import LatentMoEConfig
+    from k3lib.parallel.streams import Way
 
 __all__ = ["Experts", "LatentMoE", "Router"]
 
@@ -151,6 +153,7 @@ class LatentMoE(K3Module):
         spread: ExpertSpread | None = None,
         shared: Group | None = None,
         shard_latent: bool = False,
+        overlap_shared: Way = "graphs",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -163,6 +166,9 @@ class LatentMoE(K3Module):
             shared: ranks that share the shared experts; None is `tp`. With experts that exchange by all-to-all the
                 tokens are sharded over `tp`, and gathered in this group.
             shard_latent: cut the latent projections over `tp` and gather their outputs; False repeats them.
+            overlap_shared: when to compute the shared experts beside the routed ones, if the device has streams: in
+                captured "graphs", unless they exchange in different groups; "always"; or "never". The result is the
+                same.
             dtype: of the weights.
             device: of the weights.
         """
@@ -185,6 +191,10 @@ class LatentMoE(K3Module):
             self._shared_tokens = TokenShards(shared if sharded else LOCAL)
             tokens = self._shared_tokens if sharded else shared
             self.shared_experts = SiTUMLP(c.hidden_size, c.shared_size, c.act, tp=tokens, **place)
+            groups = {id(g) for g in (shared, self.latent_tp, *self.experts.spread.talks_in) if g.size > 1}
+            # kernels of two communicators that run at once can wait for each other for ever; those of one are in order
+            is_safe = len(groups) < 2 or overlap_shared == "always"
+            self.overlap_shared: Way = overlap_shared if is_safe else "never"
 
     def forward(
         self, x: Tensor, *, routes: RouteTap | None = None, moe_layer: int = 0, counts: Sequence[int] = ()
@@ -197,14 +207,22 @@ class LatentMoE(K3Module):
             moe_layer: which entry of `routes` is this layer's.
             counts: tokens of every replica, if the experts serve several.
         """
-        routing = self.gate(x, routes.ids[:, moe_layer] if routes is not None and routes.replay else None)
-        if routes is not None and not routes.replay:
-            routes.ids[:, moe_layer] = routing.ids
-        routed = self._routed(x, routing, counts)
-        if self.config.num_shared_experts:
-            together = self._shared_tokens
-            routed = routed + self.shared_experts(together.gather(x, x.shape[0] * together.size))
-        return routed
+
+        def routed() -> Tensor:
+            routing = self.gate(x, routes.ids[:, moe_layer] if routes is not None and routes.replay else None)
+            if routes is not None and not routes.replay:
+                routes.ids[:, moe_layer] = routing.ids
+            return self._routed(x, routing, counts)
+
+        if not self.config.num_shared_experts:
+            return routed()
+        one, other = WAYS[self.overlap_shared](x.device, routed, lambda: self._shared(x))
+        return one + other
+
+    def _shared(self, x: Tensor) -> Tensor:
+        together = self._shared_tokens
+        out: Tensor = self.shared_experts(together.gather(x, x.shape[0] * together.size))
+        return out
 
     def _routed(self, x: Tensor, routing: ops.Routing, counts: Sequence[int]) -> Tensor:
         if self.config.latent_size is None:

@@ -17,6 +17,7 @@ from k3lib.layers.linear import Fused, K3Module, Linear, Shard, shard_range
 from k3lib.layers.norm import RMSNorm
 from k3lib.parallel import dcp as context
 from k3lib.parallel.group import LOCAL, Group, RankView
+from k3lib.parallel.kcp import store_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,6 +45,7 @@ class GatedMLA(K3Module):
         *,
         tp: Group = LOCAL,
         dcp: Group = LOCAL,
+        cp: Group = LOCAL,
         dcp_comm_backend: Literal["a2a", "ag_rs"] = "a2a",
         dcp_replicate_q_proj: bool = False,
         dtype: torch.dtype | None = None,
@@ -56,6 +58,7 @@ class GatedMLA(K3Module):
             tp: ranks that share the heads.
             dcp: ranks that share the tokens of the pages: contiguous inside `tp`; or any, if `tp` is one rank and each
                 has all heads.
+            cp: ranks that share the tokens of a batch that is split.
             dcp_comm_backend: how partial results are exchanged; see `dcp.merge_heads`.
             dcp_replicate_q_proj: project the queries of the whole `dcp` group here instead of gathering them.
             dtype: of the weights.
@@ -73,6 +76,7 @@ class GatedMLA(K3Module):
         begin, end = shard_range(c.num_heads, tp, Shard(0, what="MLA heads"))
         self.num_heads = end - begin
         self.dcp = dcp
+        self.cp = cp
         self.dcp_comm_backend = dcp_comm_backend
         # whose queries this rank projects: its own, or those of its whole dcp group
         self.replicates_queries = dcp_replicate_q_proj and min(tp.size, dcp.size) > 1
@@ -149,7 +153,12 @@ class GatedMLA(K3Module):
             if batch.rows is None or batch.page_table is None or batch.key_lens is None:
                 raise ConfigError("GatedMLA: pages were given, but the batch has no page_table, rows and key_lens")
             batch.note_dcp(self.dcp.size, self.dcp.rank)
-            ops.store_rows(latent, cache.pages, batch.rows)
+            store_of(batch, self.cp)(latent, cache.pages, batch.rows)
+        elif batch.split_over > 1:
+            raise ConfigError(
+                f"GatedMLA: a batch that is split over {batch.split_over} ranks needs pages: there they read each "
+                "other's rows"
+            )
         if cache is None or batch.mode == "prefill":
             out = self._attend_expanded(self._queries(front), latent, batch, cache)
         else:
