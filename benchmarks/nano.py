@@ -3,95 +3,29 @@
     python -m benchmarks.nano k3lib-nano                        # a folder; 100 items of each kind
     python -m benchmarks.nano k3lib-nano --items 20 --kinds arithmetic,image --device cuda
     python -m benchmarks.nano k3lib-nano --draft k3lib-nano     # the same with speculation, and what was accepted
+    python -m benchmarks.nano k3lib-nano --levers               # the same items under every lever of numerics
+    python -m benchmarks.nano k3lib-nano --speed                # tokens a second, plainly and with the draft
+    python -m benchmarks.nano k3lib-nano --levers --speed --json nano.json       # what the model card is made from
 
 An answer counts if it is exactly right (`training.tasks.check`): the number, the call with all its arguments, the
-object. Words, numbers, tool names, argument sets and pictures of the held-out split never occur in training.
+object. Names, pairs of numbers, tools, sets of arguments and pictures of the held-out split never occur in training.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
-import math
-import random
-import statistics
-import time
+import json
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from k3lib import Engine, EngineConfig, SamplingParams
-from k3lib.engine.media import PromptImage
-from k3lib.server.chat import parse_output_ids
-from k3lib.server.tokenizer import load_tokenizer
+from benchmarks.nano_levers import check_exact, run_levers
+from benchmarks.nano_scores import LONG, Score, held_out_items, long_items
+from benchmarks.nano_speed import run_speed
+from k3lib import Engine, EngineConfig
 from k3lib.spec import SpecConfig
 from training import tasks
-from training.data import patches_of, prompt_ids
-from training.words import Words
-
-LONG = (2_000, 4_000, 8_000, 15_000)
-
-
-def held_out_items(kind: str, count: int) -> list[tasks.Item]:
-    """Items with thinking, at every effort in turn."""
-    efforts = ("max", "low", "high")
-    return [
-        tasks.make(f"score {i}", "held_out", kind, style=tasks.Style(efforts[i % 3], thinking=True))
-        for i in range(count)
-    ]
-
-
-def long_items(length: int, count: int) -> list[tasks.Item]:
-    """Recall from texts of about `length` tokens."""
-    return [
-        tasks.recall(Words(random.Random(f"long {length} {i}"), "held_out"), tasks.Style("max", thinking=True), length)
-        for i in range(count)
-    ]
-
-
-def media_of(item: tasks.Item, positions: list[int]) -> list[PromptImage]:
-    """The pictures of an item, as the engine takes them."""
-    found = []
-    for picture, position in zip(item.images, positions, strict=True):
-        patches = patches_of(picture).float() / 127.5 - 1
-        side = picture.pixels.shape[0] // 14, picture.pixels.shape[1] // 14
-        found.append(PromptImage.of(position, patches, (1, *side)))
-    return found
-
-
-class Score:
-    """Answers to some items."""
-
-    def __init__(self, engine: Engine, items: list[tasks.Item], tokens: int) -> None:
-        tok = load_tokenizer()
-        encoded = [prompt_ids(item, tok) for item in items]
-        media = [media_of(item, positions) for item, (_, positions) in zip(items, encoded, strict=True)]
-        begin = time.perf_counter()
-        params = SamplingParams(temperature=0, max_new_tokens=tokens)
-        outs = engine.generate([ids for ids, _ in encoded], params, media=media)
-        self.seconds = time.perf_counter() - begin
-        self.prompt = statistics.mean(len(ids) for ids, _ in encoded)
-        self.tokens = sum(len(out.token_ids) for out in outs)
-        self.parsed = [
-            parse_output_ids(out.token_ids, tok, thinking=item.thinking) for item, out in zip(items, outs, strict=True)
-        ]
-        self.right = [tasks.check(item, answer) for item, answer in zip(items, self.parsed, strict=True)]
-        self.accepted = [out.speculation.accept_length for out in outs if out.speculation is not None]
-        self.thought: dict[str, list[int]] = collections.defaultdict(list)
-        for item, answer in zip(items, self.parsed, strict=True):
-            self.thought[item.effort or "none"].append(len(answer.reasoning or ""))
-
-    def row(self, name: str) -> str:
-        """One line of the table."""
-        part, count = sum(self.right) / len(self.right), len(self.right)
-        margin = 1.96 * math.sqrt(part * (1 - part) / count)  # of the mean of so many items
-        thought = "/".join(
-            f"{statistics.mean(self.thought[e]):.0f}" if e in self.thought else "-" for e in ("low", "high", "max")
-        )
-        accepted = f"{statistics.mean(self.accepted):>9.2f}" if self.accepted else f"{'-':>9}"
-        return (
-            f"{name:<18}{count:>6}{100 * part:>8.1f} ±{100 * margin:<5.1f}{self.prompt:>9.0f}{thought:>14}{accepted}"
-            f"{self.tokens / self.seconds:>10.0f}"
-        )
 
 
 def failures(items: list[tasks.Item], score: Score, count: int) -> None:
@@ -103,36 +37,67 @@ def failures(items: list[tasks.Item], score: Score, count: int) -> None:
             print(f"    got   {tuple(answer)!r:.400}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="folder of a checkpoint")
-    parser.add_argument("--items", type=int, default=100, help="of each kind")
-    parser.add_argument("--kinds", default=",".join(tasks.KINDS))
-    parser.add_argument("--long", type=int, default=10, help="items of each length of the recall from long texts")
-    parser.add_argument("--tokens", type=int, default=500, help="most generated tokens")
-    parser.add_argument("--running", type=int, default=32)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default=None, choices=["float32", "bfloat16"])
-    parser.add_argument("--draft", default=None, help="folder of a draft, or of a target with one")
-    parser.add_argument("--failures", type=int, default=0, help="wrong answers to show of each kind")
-    args = parser.parse_args()
-    config = EngineConfig(
-        max_running_requests=args.running, spec=None if args.draft is None else SpecConfig(draft=args.draft)
-    )
-    dtype = None if args.dtype is None else getattr(torch, args.dtype)
-    engine = Engine.from_pretrained(args.model, config, device=args.device, dtype=dtype, progress=False, vision=True)
+def run_abilities(engine: Engine, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Print the table of abilities; returns its lines."""
     heads = f"{'prompt':>9}{'thinks l/h/m':>14}{'accepted':>9}{'tokens/s':>10}"
     print(f"{'ability':<18}{'items':>6}{'exact %':>8}{'':7}{heads}")
-    for kind in args.kinds.split(","):
-        items = held_out_items(kind, args.items)
+    asked = {kind: held_out_items(kind, args.items) for kind in args.kinds.split(",") if args.items}
+    asked |= {f"recall {length}": long_items(length, args.long) for length in LONG if args.long}
+    lines = []
+    for name, items in asked.items():
         score = Score(engine, items, args.tokens)
-        print(score.row(kind), flush=True)
+        lines.append(score.summary(name))
+        print(score.row(name), flush=True)
         failures(items, score, args.failures)
-    for length in LONG if args.long else ():
-        items = long_items(length, args.long)
-        score = Score(engine, items, args.tokens)
-        print(score.row(f"recall {length}"), flush=True)
-        failures(items, score, args.failures)
+    return lines
+
+
+def machine(device: str) -> str:
+    """What it ran on, in words."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    return f"CPU, torch threads: {torch.get_num_threads()}"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="folder of a checkpoint")
+    parser.add_argument("--items", type=int, default=100, help="of each kind; 0 leaves the abilities out")
+    parser.add_argument("--kinds", default=",".join(tasks.KINDS))
+    parser.add_argument("--long", type=int, default=10, help="items of each length of the recall from long texts")
+    parser.add_argument("--tokens", type=int, default=700, help="most generated tokens")
+    parser.add_argument("--running", type=int, default=32)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default=None, choices=["float32", "bfloat16"], help="default: by device")
+    parser.add_argument("--draft", default=None, help="folder of a draft, or of a target with one")
+    parser.add_argument("--failures", type=int, default=0, help="wrong answers to show of each kind")
+    parser.add_argument("--levers", type=int, nargs="?", const=50, default=0, help="with so many items of each kind")
+    parser.add_argument("--float-run", type=Path, help="folder of training.train: NVFP4 from its fp32 experts")
+    parser.add_argument("--speed", type=int, nargs="?", const=5, default=0, help="with so many rounds")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--threads", type=int, help="of torch on a CPU; on a busy machine one is often fastest")
+    args = parser.parse_args(argv)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    dtype = getattr(torch, args.dtype or ("float32" if args.device == "cpu" else "bfloat16"))
+    found: dict[str, Any] = {"machine": machine(args.device), "dtype": str(dtype), "torch": torch.__version__}
+    if args.items or args.long:
+        spec = None if args.draft is None else SpecConfig(draft=args.draft)
+        config = EngineConfig(max_running_requests=args.running, spec=spec)
+        load: dict[str, Any] = {"device": args.device, "dtype": dtype, "progress": False}
+        found["abilities"] = run_abilities(Engine.from_pretrained(args.model, config, vision=True, **load), args)
+    if args.speed:
+        where: dict[str, Any] = {"device": args.device, "dtype": dtype, "draft": args.draft}
+        found["speed"] = run_speed(args.model, rounds=args.speed, **where)
+    if args.levers:
+        items = {kind: held_out_items(kind, args.levers) for kind in args.kinds.split(",")}
+        found["levers"] = run_levers(
+            args.model, items, device=args.device, tokens=args.tokens, running=args.running, draft=args.draft,
+            float_run=args.float_run,
+        )  # fmt: skip
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    check_exact(found.get("levers", []))  # behind all figures, which a failure should not hide
 
 
 if __name__ == "__main__":

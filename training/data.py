@@ -1,10 +1,14 @@
 """Items as token ids: the chat format itself, a mask over the assistant's tokens, and rectangular batches.
 
+    python -m training.data        # what the training tokens are spent on, kind by kind
+
 Shapes: B sequences of S tokens; N targets; P patches.
 """
 
 from __future__ import annotations
 
+import argparse
+import collections
 import pickle
 import random
 from dataclasses import dataclass
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
     from training.tasks import Item
     from training.words import Split
 
-__all__ = ["Rows", "Sample", "batches", "encode", "padded", "patches_of", "pool", "prompt_ids"]
+__all__ = ["Rows", "Sample", "batches", "encode", "main", "padded", "patches_of", "pool", "prompt_ids", "token_table"]
 
 # lengths of batches: few, so that each can have a CUDA graph, and dense, so that little is padding
 LENGTHS = sorted({base << shift for base in (128, 160, 192, 224) for shift in range(7)} | {16384, 17408})
@@ -237,3 +241,39 @@ def batches(
         for i in range(done, len(made)):
             yield ((number, i + 1) if i + 1 < len(made) else (number + 1, 0)), made[i]
         number, done = number + 1, 0
+
+
+# ---- what the tokens are spent on ---------------------------------------------------------------
+
+
+def token_table(items: int, *, seed: int = 0) -> list[tuple[str, float, float, float, float]]:
+    """Of each kind in training its part of the items, tokens of one, and its parts of all and of the learnt tokens."""
+    tok = load_tokenizer()
+    count: collections.Counter[str] = collections.Counter()
+    tokens: collections.Counter[str] = collections.Counter()
+    learnt: collections.Counter[str] = collections.Counter()
+    for i in range(items):
+        item = tasks.make(f"{seed} table {i}", "train")
+        sample = encode(item, tok)
+        count[item.kind] += 1
+        tokens[item.kind] += len(sample.ids)
+        learnt[item.kind] += sum(sample.learn)
+    all_tokens, all_learnt = tokens.total(), learnt.total()
+    return [
+        (kind, count[kind] / items, tokens[kind] / number, tokens[kind] / all_tokens, learnt[kind] / all_learnt)
+        for kind, number in count.most_common()
+    ]
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--items", type=int, default=3000)
+    args = parser.parse_args()
+    print(f"{'kind':<16}{'items %':>9}{'tokens':>9}{'tokens %':>10}{'learnt %':>10}")
+    for kind, part, mean, of_all, of_learnt in token_table(args.items):
+        print(f"{kind:<16}{100 * part:>9.1f}{mean:>9.0f}{100 * of_all:>10.1f}{100 * of_learnt:>10.1f}")
+
+
+if __name__ == "__main__":
+    main()

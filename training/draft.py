@@ -11,58 +11,71 @@ Shapes: B sequences of S tokens, A anchors of each, g rows of a block, D hidden 
 from __future__ import annotations
 
 import argparse
+import collections
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
 from k3lib.batch import FeatureTap
 from training import data, ops
+from training.graphs import Graphs
 from training.model import new_draft
 from training.muon import Muon, split_parameters
-from training.train import CHECKPOINT, autocast, hidden_states, load_run
+from training.train import CHECKPOINT, autocast, batch_of, embed, load_run
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
     from torch import Tensor
 
     from k3lib.multimodal import KimiK3ForConditionalGeneration
     from k3lib.spec.drafts import RadixArkDraft
     from training.data import Rows
 
-__all__ = ["DraftTrainer", "Targets", "block", "draw_anchors", "main"]
+__all__ = ["DraftTrainer", "Targets", "Told", "block", "draw_anchors", "main"]
 
 DRAFT = "draft.pt"
 
 
-@dataclass(slots=True)
-class Targets:
+class Targets(NamedTuple):
     """What the frozen model says of a batch.
 
     Attributes:
         features: `[B * S, taps * D]`.
         hidden: `[B * S, D]`.
-        counts: `[B * S]`, whether the token behind each place is the assistant's.
     """
 
     features: Tensor
     hidden: Tensor
-    counts: Tensor
+
+
+class Told(NamedTuple):
+    """What became of some blocks.
+
+    Attributes:
+        loss: `[]`.
+        accepted: `[g]`, blocks of which the model would take so many tokens and one more.
+        tried: `[g]`, blocks that have a token there in front of the end of the message.
+    """
+
+    loss: Tensor
+    accepted: Tensor
+    tried: Tensor
 
 
 @torch.no_grad()
-def targets_of(model: KimiK3ForConditionalGeneration, draft: RadixArkDraft, rows: Rows) -> Targets:
-    """Run the model with its experts as they are stored."""
+def targets_of(model: KimiK3ForConditionalGeneration, draft: RadixArkDraft, embeds: Tensor, length: int) -> Targets:
+    """Run the model with its experts as they are stored on embeddings `[B * S, D]`, S being `length`."""
     taps = FeatureTap(draft.config.feature_layers, draft.config.feature_kind)
-    grouped = torch.is_autocast_enabled(model.device.type)
-    hidden, _ = hidden_states(model, rows, qat=True, grouped=grouped, taps=taps)
+    batch = batch_of(len(embeds) // length, length, embeds.device)
+    with ops.step(length, qat=True, grouped=torch.is_autocast_enabled(embeds.device.type)):
+        hidden = model.language_model.hidden(batch, inputs_embeds=embeds, taps=taps)
     assert taps.out is not None, "the model fills it"
-    counts = torch.zeros(rows.ids.numel(), dtype=torch.bool, device=hidden.device)
-    counts[rows.places] = True
-    return Targets(taps.out.to(draft.dtype), hidden.to(draft.dtype), counts)
+    return Targets(taps.out.to(draft.dtype), hidden.to(draft.dtype))
 
 
 def draw_anchors(rows: Rows, count: int, generator: torch.Generator) -> Tensor:
@@ -72,7 +85,7 @@ def draw_anchors(rows: Rows, count: int, generator: torch.Generator) -> Tensor:
     many = torch.bincount(owner, minlength=batch)
     first = many.cumsum(0) - many
     pick = (torch.rand(batch, count, generator=generator) * many[:, None]).long()
-    # rows of padding get any place; nothing counts there
+    # rows of padding get any place, where nothing counts
     return rows.places[(first[:, None] + pick).clamp(max=len(rows.places) - 1)] % length
 
 
@@ -128,16 +141,18 @@ class DraftTrainer:
         seed: of weights, anchors and data; other data than the target saw.
         tokens: of the whole run.
         batch_tokens: of a step.
-        anchors: of each sequence.
+        anchors: of 512 tokens of a sequence.
         longest: items with more tokens are left out.
         lr: highest learning rate.
         warmup: steps in which it rises.
         precision: as in `training.train`.
+        capture: replay steps from CUDA graphs, on devices that have them.
     """
 
     def __init__(
         self, model: KimiK3ForConditionalGeneration, *, seed: int = 0, tokens: float = 60e6, batch_tokens: int = 32768,
         anchors: int = 24, longest: int = 4000, lr: float = 2e-3, warmup: int = 100, precision: str = "bf16",
+        capture: bool = True,
     ) -> None:  # fmt: skip
         self.model = model.requires_grad_(requires_grad=False)
         self.device = model.device
@@ -145,65 +160,92 @@ class DraftTrainer:
         self.anchors, self.longest, self.lr, self.warmup, self.precision = anchors, longest, lr, warmup, precision
         self.draft: RadixArkDraft = new_draft(model.config, seed, device=model.device)  # type: ignore[assignment]
         matrices, others = split_parameters(self.draft, model.config.text)
-        self.optimisers = [Muon(matrices, lr=lr), torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
+        on_device = self.device.type == "cuda"
+        self.rate = torch.tensor(lr, device=self.device)  # a tensor, which graphs read when they run
+        self.muon = Muon(matrices, lr=self.rate)
+        self.adamw = torch.optim.AdamW(others, lr=self.rate, betas=(0.9, 0.95), weight_decay=0.0, capturable=on_device)
+        self.trained = [value for value, _ in matrices] + others
+        for value in self.trained:
+            value.grad = torch.zeros_like(value)  # it stays where it is
+        self.graphs = Graphs(enabled=on_device and capture)
         self.position, self.step, self.tokens = (0, 0), 0, 0
+        torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
 
-    def loss_of(self, rows: Rows, anchors: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss, and for each block how many of its tokens the model would take, `[B, A]`."""
-        told = targets_of(self.model, self.draft, rows)
-        batch, length = rows.ids.shape
-        size = self.draft.config.block_size
-        hidden = block(self.model, self.draft, rows.ids, anchors, told.features)
-        places = anchors[..., None] + torch.arange(size, device=anchors.device)
-        inside = places < length - 1
-        flat = places.clamp(max=length - 1) + torch.arange(batch, device=anchors.device)[:, None, None] * length
-        live = (inside & told.counts[flat]).cumprod(-1).bool()  # up to the end of the message
-        previous = rows.ids.flatten()[flat]
-        with torch.autocast(hidden.device.type, enabled=False):
-            head = self.model.language_model.lm_head.weight
-            wanted = F.linear(told.hidden[flat.flatten()], head)
-            markov = self.draft.markov_head
-            assert markov is not None, "of this family"
-            said = markov(previous.flatten(), hidden.float().flatten(0, 2))
-            scores = F.linear(hidden.to(head.dtype).flatten(0, 2), head) + said.bias
-            each = F.cross_entropy(scores, wanted.softmax(-1), reduction="none").view_as(live)
-            weight = live * 0.9 ** torch.arange(size, device=live.device)
-            loss = (each * weight).sum() / weight.sum().clamp(min=1)
-            hit = (scores.argmax(-1) == wanted.argmax(-1)).view_as(live) & live
-            confidence = self.draft.confidence_head
-            if confidence is not None:
-                sure = (
-                    confidence(hidden.detach().flatten(0, 2), said.embedding.detach())
-                    .view_as(each)
-                    .clamp(1e-4, 1 - 1e-4)
-                )
-                miss = F.binary_cross_entropy(sure, hit.float(), reduction="none")
-                loss = loss + 0.1 * (miss * live).sum() / live.sum().clamp(min=1)
-        return loss, hit.cumprod(-1).sum(-1)
+    def draw(self, rows: Rows, seed: int) -> Tensor:
+        """Anchors `[B, A]` of a batch on the CPU, as dense in short sequences as in long ones."""
+        count = max(1, self.anchors * rows.ids.shape[1] // 512)
+        return draw_anchors(rows, count, torch.Generator().manual_seed(seed))
 
-    def train_step(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """One update; the loss and the mean number of accepted tokens."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.step)
-        anchors = draw_anchors(rows, self.anchors, generator).to(self.device)
-        left = 1 - self.tokens / self.tokens_wanted
-        for optimiser in self.optimisers:
-            optimiser.param_groups[0]["lr"] = self.lr * max(0.0, min((self.step + 1) / self.warmup, left / 0.5, 1.0))
+    def loss_of(self, rows: Rows, anchors: Tensor) -> Told:
+        """The loss of a batch without an update; `anchors [B, A]` of `draw_anchors`."""
+        return self._loss_of(*self._read(rows, anchors))
+
+    @torch.no_grad()
+    def _read(self, rows: Rows, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """On the device: embeddings `[B * S, D]`, ids `[B, S]`, anchors, and where the assistant's tokens come next."""
+        rows = rows.to(self.device)
         with autocast(self.device, self.precision):
-            loss, accepted = self.loss_of(rows.to(self.device), anchors)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
-        for optimiser in self.optimisers:
-            optimiser.step()
-            optimiser.zero_grad()
+            embeds = embed(self.model, rows)
+        counts = torch.zeros(rows.ids.numel(), dtype=torch.bool, device=self.device)
+        return (
+            embeds,
+            rows.ids,
+            anchors.to(self.device, non_blocking=True),
+            counts.index_fill_(0, rows.places, value=True),
+        )
+
+    def _loss_of(self, embeds: Tensor, ids: Tensor, anchors: Tensor, counts: Tensor) -> Told:
+        (batch, length), size = ids.shape, self.draft.config.block_size
+        with autocast(self.device, self.precision):
+            told = targets_of(self.model, self.draft, embeds, length)
+            hidden = block(self.model, self.draft, ids, anchors, told.features)
+        places = anchors[..., None] + torch.arange(size, device=ids.device)
+        inside = places < length - 1
+        flat = places.clamp(max=length - 1) + torch.arange(batch, device=ids.device)[:, None, None] * length
+        live = (inside & counts[flat]).cumprod(-1).bool()  # up to the end of the message; rows of padding have none
+        head = self.model.language_model.lm_head.weight
+        wanted = F.linear(told.hidden[flat.flatten()], head)
+        markov, confidence = self.draft.markov_head, self.draft.confidence_head
+        assert markov is not None, "of this family"
+        said = markov(ids.flatten()[flat.flatten()], hidden.float().flatten(0, 2))
+        scores = F.linear(hidden.to(head.dtype).flatten(0, 2), head) + said.bias
+        each = F.cross_entropy(scores, wanted.softmax(-1), reduction="none").view_as(live)
+        weight = live * 0.9 ** torch.arange(size, device=live.device)
+        loss = (each * weight).sum() / weight.sum().clamp(min=1)
+        hit = (scores.argmax(-1) == wanted.argmax(-1)).view_as(live) & live
+        if confidence is not None:
+            sure = confidence(hidden.detach().flatten(0, 2), said.embedding.detach()).view_as(each)
+            miss = F.binary_cross_entropy(sure.clamp(1e-4, 1 - 1e-4), hit.float(), reduction="none")
+            loss = loss + 0.1 * (miss * live).sum() / live.sum().clamp(min=1)
+        return Told(loss, hit.cumprod(-1).sum((0, 1)), live.sum((0, 1)))
+
+    def train_step(self, rows: Rows) -> Told:
+        """One update: pictures eagerly; the model, the draft and the optimisers from graphs where there are any."""
+        anchors = self.draw(rows, self.seed * 1_000_003 + self.step)
+        left = 1 - self.tokens / self.tokens_wanted
+        self.rate.fill_(self.lr * max(0.0, min((self.step + 1) / self.warmup, left / 0.5, 1.0)))
+        told = self.graphs.run(("blocks", *rows.ids.shape), self._backward, *self._read(rows, anchors))
+        self.graphs.run("update", self._update)
         self.step += 1
         self.tokens += rows.ids.numel()
-        return loss.detach(), accepted.float().mean()
+        return told
+
+    def _backward(self, embeds: Tensor, ids: Tensor, anchors: Tensor, counts: Tensor) -> Told:
+        told = self._loss_of(embeds, ids, anchors, counts)
+        told.loss.backward()
+        return told._replace(loss=told.loss.detach())
+
+    def _update(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
+        self.muon.step()
+        self.adamw.step()
+        torch._foreach_zero_([value.grad for value in self.trained])
 
     def run(
         self, *, minutes: float = float("inf"), steps: int | None = None, workers: int = 0, every: int = 50
     ) -> float:
         """Train until something is used up; returns the mean number of accepted tokens of the last `every` steps."""
-        begin, recent, mean = time.monotonic(), [], 0.0
+        begin, recent = time.monotonic(), collections.deque[Told](maxlen=every)
         last = None if steps is None else self.step + steps
         stream = data.batches(
             self.seed + 17,
@@ -219,35 +261,23 @@ class DraftTrainer:
                 break
             recent.append(self.train_step(rows))
             self.position = position
-            if len(recent) == every:
-                loss, mean = (torch.stack(x).mean().item() for x in zip(*recent, strict=True))
-                print(
-                    f"step {self.step:6}  {self.tokens / 1e6:8.2f} M tokens  loss {loss:.4f}  accepted {mean:.2f}",
-                    flush=True,
-                )
-                recent.clear()
-        if recent:
-            mean = torch.stack([accepted for _, accepted in recent]).mean().item()
-        return mean
+            if self.step % every == 0:
+                place = f"step {self.step:6}  {self.tokens / 1e6:8.2f} M tokens"
+                print(f"{place}  loss {_mean_loss(recent):.4f}  accepted {_accepted(recent)[0]:.2f}", flush=True)
+        return _accepted(recent)[0]
 
     @torch.no_grad()
     def held_out(self, items: int = 128) -> dict[str, float]:
         """Accepted tokens of seven on held-out chats, behind every kind of anchor, teacher-forced."""
-        found, losses = [], []
-        for rows in data.pool(self.seed + 1, 0, self.batch_tokens, size=items, split="held_out", longest=2500):
-            anchors = draw_anchors(rows, self.anchors, torch.Generator().manual_seed(0)).to(self.device)
-            with autocast(self.device, self.precision):
-                loss, accepted_of = self.loss_of(rows.to(self.device), anchors)
-            losses.append(loss)
-            found.append(accepted_of.flatten())
-        accepted = torch.cat(found).float()
-        by_place = {f"accepted_{k}": (accepted > k).float().mean().item() for k in range(self.draft.config.block_size)}
-        return {"loss": torch.stack(losses).mean().item(), "accepted": accepted.mean().item(), **by_place}
+        made = data.pool(self.seed + 1, 0, self.batch_tokens, size=items, split="held_out", longest=2500)
+        found = [self.loss_of(rows, self.draw(rows, 0)) for rows in made]
+        mean, by_place = _accepted(found)
+        return {"loss": _mean_loss(found), "accepted": mean, **{f"accepted_{k}": x for k, x in enumerate(by_place)}}
 
     def save(self, file: Path) -> None:
         """Write all that is needed to go on."""
         state = {
-            "draft": self.draft.state_dict(), "optimisers": [o.state_dict() for o in self.optimisers],
+            "draft": self.draft.state_dict(), "muon": self.muon.state_dict(), "adamw": self.adamw.state_dict(),
             "position": self.position, "step": self.step, "tokens": self.tokens,
         }  # fmt: skip
         torch.save(state, file.with_suffix(".tmp"))
@@ -257,9 +287,23 @@ class DraftTrainer:
         """Go on where `save` was."""
         state = torch.load(file, map_location=self.device, weights_only=True)
         self.draft.load_state_dict(state["draft"])
-        for optimiser, kept in zip(self.optimisers, state["optimisers"], strict=True):
-            optimiser.load_state_dict(kept)
+        for optimiser, name in ((self.muon, "muon"), (self.adamw, "adamw")):
+            optimiser.load_state_dict(state[name])
+            optimiser.param_groups[0]["lr"] = self.rate
         self.position, self.step, self.tokens = tuple(state["position"]), state["step"], state["tokens"]
+
+
+def _mean_loss(told: Iterable[Told]) -> float:
+    return torch.stack([each.loss for each in told]).mean().item()
+
+
+def _accepted(told: Collection[Told]) -> tuple[float, list[float]]:
+    """Tokens of a block that are accepted on average, and for each place the part of the blocks accepted so far."""
+    if not told:
+        return 0.0, []
+    accepted = torch.stack([each.accepted for each in told]).sum(0).double()
+    tried = torch.stack([each.tried for each in told]).sum(0).clamp(min=1)
+    return (accepted.sum() / tried[0]).item(), (accepted / tried).tolist()
 
 
 def main() -> None:

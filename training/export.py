@@ -53,12 +53,12 @@ def export_draft(draft: nn.Module, config: KimiK3Config, out: Path) -> None:
     (out / "config.json").write_text(json.dumps(draft_config(config), indent=2) + "\n", encoding="utf-8")
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Export as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     model, _ = load_run(args.run / CHECKPOINT)
     export_model(model, args.out)
     if (args.run / DRAFT).is_file():

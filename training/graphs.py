@@ -42,7 +42,7 @@ class Graphs:
         self._pool = None
 
     def run(self, key: Hashable, function: Callable[..., Any], *args: Tensor) -> Any:
-        """What `function(*args)` returns; from a graph, tensors that its next run overwrites."""
+        """What `function(*args)` returns: a tensor, or a tuple of tensors."""
         if not self.enabled:
             return function(*args)
         if key not in self._graphs:
@@ -54,7 +54,7 @@ class Graphs:
         for place, arg in zip(places, args, strict=True):
             place.copy_(arg)
         graph.replay()
-        return result
+        return _copied(result)
 
     def _capture(
         self, function: Callable[..., Any], args: tuple[Tensor, ...]
@@ -67,3 +67,11 @@ class Graphs:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # loaders copy meanwhile
             result = function(*places)
         return graph, places, result
+
+
+def _copied(result: Any) -> Any:
+    """Copies outside the memory of the graphs: what one leaves there, the next one may overwrite."""
+    if isinstance(result, torch.Tensor):
+        return result.clone()
+    parts = [part.clone() for part in result]
+    return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)

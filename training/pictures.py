@@ -19,6 +19,7 @@ COLOURS = {
     "red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "yellow": (235, 210, 50),
     "black": (20, 20, 20), "white": (245, 245, 245), "orange": (245, 140, 30), "purple": (140, 50, 170),
 }  # fmt: skip
+CELL = 28  # pixels a side of what becomes one token: two by two patches of 14
 SHAPES = ("circle", "square", "triangle", "cross")
 _DIGITS = (  # five columns, seven rows
     "01110100011001110101110011000101110", "00100011000010000100001000010001110",
@@ -61,22 +62,26 @@ def _finish(words: Words, canvas: NDArray[np.int64], facts: dict[str, Any]) -> P
 
 
 def draw_shapes(words: Words, count: int) -> Picture:
-    """One to five equal shapes in one colour, apart from one another."""
+    """One to five equal shapes in one colour: one about the middle, several each in a cell of its own.
+
+    A cell is as large as what becomes one token, 28 pixels: large enough to tell a shape, wherever it is.
+    """
     rng = words.rng
     while True:
         side = rng.choice(IMAGE_SIDES) if count < 4 else IMAGE_SIDES[-1]
         shape, (colour, background) = rng.choice(SHAPES), rng.sample(sorted(COLOURS), 2)
-        most = side // 3 if count == 1 else side // 7
-        radius = rng.randint(max(5, most // 2), most)
-        cells = rng.sample(range(4 if side == IMAGE_SIDES[0] else 9), count)
-        across = 2 if side == IMAGE_SIDES[0] else 3
-        cell, places = side // across, []
-        for index in cells:
-            slack = max(0, cell // 2 - radius - 1)
-            x, y = (cell * part + cell // 2 + rng.randint(-slack, slack) for part in (index % across, index // across))
-            places.append((x, y))
         if count == 1:
-            places = [(rng.randint(radius, side - radius), rng.randint(radius, side - radius))]
+            radius, away = rng.randint(side // 5, side // 3), side // 8
+            places = [tuple(side // 2 + rng.randint(-away, away) for _ in "xy")]
+        else:
+            radius, across = rng.randint(CELL // 4, CELL // 2 - 2), side // CELL
+            slack = CELL // 2 - 1 - radius
+            places = [
+                tuple(
+                    CELL * part + CELL // 2 + rng.randint(-slack, slack) for part in (index % across, index // across)
+                )
+                for index in rng.sample(range(across * across), count)
+            ]
         if words.mine(f"{shape} {colour} on {background} {side} {radius} {places}"):
             break
     canvas = _canvas(side, background)
@@ -86,13 +91,13 @@ def draw_shapes(words: Words, count: int) -> Picture:
 
 
 def draw_digit(words: Words) -> Picture:
-    """One digit of a five by seven font, scaled."""
+    """One digit of a five by seven font, scaled, about the middle."""
     rng = words.rng
     while True:
         side = rng.choice(IMAGE_SIDES)
         digit, (colour, background) = rng.randrange(10), rng.sample(sorted(COLOURS), 2)
-        scale = rng.randint(side // 14, side // 9)
-        x, y = rng.randint(0, side - 5 * scale), rng.randint(0, side - 7 * scale)
+        scale = rng.randint(side // 10, side // 8)
+        x, y = (max(0, min(side - size, (side - size) // 2 + rng.randint(-5, 5))) for size in (5 * scale, 7 * scale))
         if words.mine(f"digit {digit} {colour} on {background} {side} {scale} {x} {y}"):
             break
     canvas = _canvas(side, background)

@@ -119,6 +119,9 @@ def _subtract(a: int, b: int) -> tuple[str, str]:
 
 
 def _multiply(a: int, b: int) -> tuple[str, str]:
+    """By a digit; with two of them, each product by itself, then their sum."""
+    if b >= 10:
+        return _multiply_twice(a, b)
     carry, lines, brief = 0, [], []
     for digit in map(int, reversed(str(a))):
         total = digit * b + carry
@@ -127,6 +130,16 @@ def _multiply(a: int, b: int) -> tuple[str, str]:
         lines.append(f"{text}, write {total % 10}" + (f", carry {carry}" if carry else ""))
         brief.append(text)
     return "\n".join([f"{a}*{b}:", *lines, f"So {a * b}."]), f"{' '.join(brief)} so {a * b}"
+
+
+def _multiply_twice(a: int, b: int) -> tuple[str, str]:
+    tens, ones = divmod(b, 10)
+    parts = [(f"{a}*{ones}", _multiply(a, ones)[1])] if ones else []
+    parts.append((f"{a}*{tens}", f"{_multiply(a, tens)[1]}, tens {a * tens * 10}"))
+    if ones:
+        parts.append((f"{a * ones}+{a * tens * 10}", _add(a * ones, a * tens * 10)[1]))
+    lines = [f"{what}: {how}" for what, how in parts]
+    return "\n".join([f"{a}*{b}:", *lines, f"So {a * b}."]), ", ".join(how for _, how in parts)
 
 
 def _divide(a: int, b: int) -> tuple[str, str]:
@@ -139,22 +152,15 @@ def _divide(a: int, b: int) -> tuple[str, str]:
     return "\n".join([f"{a}/{b}:", *lines, f"So {a // b}."]), f"{' '.join(brief)} so {a // b}"
 
 
+def _hundredth(n: int) -> str:
+    """A hundredth of it, without zeros at the end: 24.5, 36, 0.07."""
+    return f"{n // 100}.{n % 100:02}".rstrip("0").rstrip(".")
+
+
 def _percent(p: int, n: int) -> tuple[str, str]:
-    ten, tens, five = n // 10, p // 10, p % 10
-    parts, values, brief = [f"10% of {n} is {ten}."], [], [f"10%={ten}"]
-    if tens > 1:
-        parts.append(f"{10 * tens}% is {tens}*{ten}={tens * ten}.")
-        brief.append(f"{tens}*{ten}={tens * ten}")
-    if tens:
-        values.append(tens * ten)
-    if five:
-        parts.append(f"5% is half of {ten}, {ten // 2}.")
-        brief.append(f"5%={ten // 2}")
-        values.append(ten // 2)
-    if len(values) > 1:
-        parts.append(f"{values[0]}+{values[1]}={sum(values)}.")
-        brief.append(f"{values[0]}+{values[1]}={sum(values)}")
-    return " ".join([*parts, f"So {p}% of {n} is {sum(values)}."]), f"{' '.join(brief)} so {sum(values)}"
+    """The product, its point moved by two places: exact, never rounded."""
+    (long, short), value = _multiply(n, p), _hundredth(n * p)
+    return f"{long}\n{n * p}/100={value}", f"{short}, /100 {value}"
 
 
 _ASK = {
@@ -166,17 +172,22 @@ _ASK = {
 }
 
 
+def _up_to(rng: random.Random, digits: int) -> int:
+    """All numbers of digits alike: small ones next to large ones."""
+    return rng.randint(1, 10 ** rng.randint(1, digits) - 1)
+
+
 def _numbers(rng: random.Random, op: str) -> tuple[int, int]:
     if op == "%":
-        p = 5 * rng.randint(1, 19)
-        return p, 20 * rng.randint(1, 30) if p % 10 else 10 * rng.randint(1, 60)
-    most = 10 ** rng.randint(1, 3) - 1
-    a, b = rng.randint(1, most), rng.randint(1, most)
+        if rng.random() < 0.6:
+            return 5 * rng.randint(1, 19), 10 * rng.randint(1, 99)
+        return rng.randint(1, 99), rng.randint(10, 999)
     if op == "*":
-        return rng.randint(2, 199 if rng.random() < 0.5 else 20), rng.randint(2, 9)
+        return _up_to(rng, 3), rng.randint(2, 9) if rng.random() < 0.7 else rng.randint(10, 99)
     if op == "/":
         b = rng.randint(2, 9)
-        return b * rng.randint(2, 120 if rng.random() < 0.5 else 12), b
+        return b * _up_to(rng, 3), b
+    a, b = _up_to(rng, 4), _up_to(rng, 4)
     return (max(a, b), min(a, b)) if op == "-" else (a, b)
 
 
@@ -186,10 +197,11 @@ def arithmetic(words: Words, style: Style) -> Item:
     while True:
         op = rng.choice("++--**//%%%")
         a, b = _numbers(rng, op)
-        if words.mine(f"{a}{op}{b}"):
+        low, high = sorted((a, b)) if op in "+*" else (a, b)  # 3+8 tells what 8+3 is
+        if words.mine(f"{low}{op}{high}"):
             break
-    long, short = {"+": _add, "-": _subtract, "*": _multiply, "/": _divide, "%": _percent}[op](a, b)
-    value = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if b else 0, "%": a * b // 100}[op]
+    long, short = _percent(a, b) if op == "%" else _STEPS[op](a, b)
+    value = {"+": a + b, "-": a - b, "*": a * b, "/": a // b, "%": _hundredth(a * b)}[op]
     text = rng.choice(_ASK[op]).format(a=a, b=b)
     told = f"{a}% of {b} is {value}." if op == "%" else f"{a} {op} {b} = {value}."
     if rng.random() < 0.2 and op in "+-*":
@@ -200,7 +212,10 @@ def arithmetic(words: Words, style: Style) -> Item:
             "*": (f"{who} has {a} boxes with {b} {thing} each. How many {thing}?", f"{who} has {value} {thing}."),
         }[op]
     answer = style.say(told, long, short, steps=True)
-    return _finish("arithmetic", style, [_user(text)], answer, {"number": value})
+    return _finish("arithmetic", style, [_user(text)], answer, {"number": float(value)})
+
+
+_STEPS = {"+": _add, "-": _subtract, "*": _multiply, "/": _divide}
 
 
 # ---- tools --------------------------------------------------------------------------------------
@@ -282,6 +297,8 @@ def _weather(words: Words) -> _Tool:
     parameters = {key: where}
     if rng.random() < 0.4:
         parameters["unit"] = {"type": "string", "enum": ["celsius", "fahrenheit"]}
+        if rng.random() < 0.5:
+            parameters["unit"]["description"] = rng.choice(["Temperature unit", "Unit of the temperature", "The unit"])
     name = rng.choice(["get_weather", "get_weather", "get_current_weather", "weather"])
     about = rng.choice(["Get the current weather for a location", "Get the weather of a city", "Current weather"])
     result: dict[str, Any] = {rng.choice(["temperature", "temp", "celsius", "degrees"]): degrees}
@@ -539,12 +556,13 @@ def json_answer(words: Words, style: Style) -> Item:
     text = rng.choice(["{}", "Extract: {}", "Give me JSON for {}", "As JSON: {}"]).format(
         rng.choice([", ", "; ", " and "]).join(parts) + "."
     )
+    order = rng.sample(list(kinds), len(kinds))  # the prompt shows properties sorted, what is required as it was given
     shape = {
-        "type": "object", "required": sorted(kinds), "additionalProperties": False,
-        "properties": {name: _SHAPES[kind] for name, kind in sorted(kinds.items())},
+        "type": "object", "required": order, "additionalProperties": False,
+        "properties": {name: _SHAPES[kinds[name]] for name in order},
     }  # fmt: skip
-    told = json.dumps(dict(sorted(values.items())), separators=(",", ":"))
-    answer = style.say(told, f"The fields are {', '.join(sorted(kinds))}.", "")
+    told = json.dumps({name: values[name] for name in order}, separators=(",", ":"))
+    answer = style.say(told, f"The fields are {', '.join(order)}.", "")
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": shape}}
     return _finish("json", style, [_user(text)], answer, {"json": values}, response_format=form)
 
@@ -552,17 +570,17 @@ def json_answer(words: Words, style: Style) -> Item:
 # ---- recall and memory --------------------------------------------------------------------------
 
 LONGEST = 15_000  # bytes of the text to look into; with the rest of the prompt below 16k tokens
+_LENGTHS = ((0.78, 200, 1500), (0.14, 1500, 5000), (0.08, 3000, LONGEST))  # how often between which lengths
 
 
-def recall(words: Words, style: Style, length: int | None = None) -> Item:
-    """A key among many lines; `length` is about the bytes of the text."""
-    rng = words.rng
-    if length is None:
-        top = 1500 if rng.random() < 0.85 else 5000 if rng.random() < 0.8 else LONGEST
-        length = int(200 * (top / 200) ** rng.random())
-    lines: list[str] = []
-    codes: dict[str, str] = {}
-    room = length
+def _text_length(rng: random.Random) -> int:
+    _, low, high = rng.choices(_LENGTHS, [share for share, *_ in _LENGTHS])[0]
+    return int(low * (high / low) ** rng.random())
+
+
+def _lines(words: Words, length: int) -> tuple[list[str], dict[str, str]]:
+    """About `length` bytes of lines, and the codes in them."""
+    rng, lines, codes, room = words.rng, [], {}, length
     while room > 0 or not codes:
         name = words.person()
         if rng.random() < 0.5 and name not in codes:
@@ -576,13 +594,30 @@ def recall(words: Words, style: Style, length: int | None = None) -> Item:
             ])  # fmt: skip
         lines.append(line)
         room -= len(line) + 1
-    who = rng.choice(list(codes))
-    question = rng.choice(["What is the code of {}?", "Which code has {}?", "Tell me the code of {}."]).format(who)
-    text = "\n".join(lines)
-    text = f"{text}\n{question}" if rng.random() < 0.7 else f"{question}\n{text}"
-    told = f"The code of {who} is {codes[who]}."
-    answer = style.say(told, f"I look for {who}: {codes[who]}.", "")
-    return _finish("recall", style, [_user(text)], answer, {"words": [codes[who]]})
+    return lines, codes
+
+
+def recall(words: Words, style: Style, length: int | None = None, questions: int | None = None) -> Item:
+    """A key among many lines.
+
+    Args:
+        words: of one split.
+        style: of the answer.
+        length: about the bytes of the text; None draws.
+        questions: in turns; None draws, more of them for long texts: their tokens are dear and teach little else.
+    """
+    rng = words.rng
+    length = _text_length(rng) if length is None else length
+    questions = rng.randint(1, 2 if length < 1500 else 6) if questions is None else questions
+    lines, codes = _lines(words, length)
+    messages: list[Message] = []
+    for turn, who in enumerate(rng.sample(list(codes), min(questions, len(codes)))):
+        question = rng.choice(["What is the code of {}?", "Which code has {}?", "Tell me the code of {}."]).format(who)
+        text = "\n".join([question] if turn else [*lines, question] if rng.random() < 0.7 else [question, *lines])
+        code = codes[who]
+        messages += [_user(text), style.say(f"The code of {who} is {code}.", f"I look for {who}: {code}.", "")]
+    answer = messages.pop()
+    return _finish("recall", style, messages, answer, {"words": [code]})
 
 
 def _facts(words: Words) -> list[tuple[str, str, str, str, str]]:
@@ -692,15 +727,15 @@ def image(words: Words, style: Style) -> Item:
 # ---- all of them --------------------------------------------------------------------------------
 
 KINDS: dict[str, tuple[Callable[[Words, Style], Item], float]] = {  # with their part of the training data
-    "arithmetic": (arithmetic, 0.26),
+    "arithmetic": (arithmetic, 0.24),
     "tool_call": (tool_call, 0.16),
     "tool_result": (tool_result, 0.08),
     "parallel_calls": (parallel_calls, 0.09),
     "json": (json_answer, 0.10),
-    "recall": (recall, 0.11),
+    "recall": (recall, 0.10),
     "memory": (memory, 0.07),
     "small_talk": (small_talk, 0.03),
-    "image": (image, 0.10),
+    "image": (image, 0.13),
 }
 
 
@@ -726,10 +761,12 @@ def make(seed: str, split: Split, kind: str | None = None, *, style: Style | Non
         return KINDS[kind][0](words, style)
     name = rng.choices(list(KINDS), [share for _, share in KINDS.values()])[0]
     item = KINDS[name][0](words, style)
-    if name in ("arithmetic", "small_talk"):  # one preamble for several answers
-        for _ in range(rng.choice([0, 1, 2, 3, 4])):
-            before = (arithmetic if rng.random() < 0.85 else small_talk)(words, style)
-            item.messages[:0] = [*before.messages, before.answer]
+    if name in ("arithmetic", "small_talk", "image"):  # one preamble for several answers
+        for _ in range(rng.randint(0, 6) if name == "image" else rng.randint(0, 4)):
+            before = image if name == "image" else arithmetic if rng.random() < 0.85 else small_talk
+            earlier = before(words, style)
+            item.messages[:0] = [*earlier.messages, earlier.answer]
+            item.images[:0] = earlier.images
     if rng.random() < 0.15:
         item.messages.insert(0, {"role": "system", "content": rng.choice(_SYSTEM)})
     return item
@@ -743,21 +780,25 @@ def check(item: Item, answer: ParsedOutput) -> bool:
     if answer.tool_calls:
         return False
     if "number" in expect:
-        found = re.findall(r"-?\d+", content)
-        return bool(found) and int(found[-1] if "=" in content or "%" in content else found[0]) == expect["number"]
+        found = re.findall(r"-?\d+(?:\.\d+)?", content)
+        return bool(found) and float(found[-1] if "=" in content or "%" in content else found[0]) == expect["number"]
     if "json" in expect:
-        try:
-            return bool(json.loads(content) == expect["json"])
-        except ValueError:
-            return False
+        return _canonical(content) == _canonical(json.dumps(expect["json"]))
     if "text" in expect:
         return content.strip() == expect["text"]
     return all(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", content) for word in expect["words"])
 
 
-def _same_calls(expected: list[list[Any]], answer: ParsedOutput) -> bool:
+def _canonical(text: str) -> str | None:
+    """JSON in one form, whatever the order of keys and the way to write a number; true is not 1. None if it is none."""
     try:
-        found = [[call.name, json.loads(call.arguments)] for call in answer.tool_calls]
-    except ValueError:
-        return False
-    return sorted(map(json.dumps, found)) == sorted(map(json.dumps, expected))
+        value = json.loads(text, parse_float=lambda x: int(float(x)) if float(x).is_integer() else float(x))
+    except (ValueError, OverflowError):
+        return None
+    return json.dumps(value, sort_keys=True)
+
+
+def _same_calls(expected: list[list[Any]], answer: ParsedOutput) -> bool:
+    found = [(call.name, _canonical(call.arguments)) for call in answer.tool_calls]
+    wanted = [(name, _canonical(json.dumps(arguments))) for name, arguments in expected]
+    return sorted(found, key=str) == sorted(wanted, key=str)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from k3lib.multimodal import KimiK3ForConditionalGeneration
     from training.data import Rows
 
-__all__ = ["Settings", "Trainer", "embed", "held_out", "hidden_states", "load_run", "loss_of", "main"]
+__all__ = ["Settings", "Trainer", "batch_of", "embed", "held_out", "hidden_states", "load_run", "loss_of", "main"]
 
 CHECKPOINT = "state.pt"
 IGNORE = -100  # the label of a token that does not count
@@ -112,17 +112,16 @@ def embed(model: KimiK3ForConditionalGeneration, rows: Rows) -> Tensor:
 
 
 def hidden_states(model: KimiK3ForConditionalGeneration, rows: Rows, **options: Any) -> tuple[Tensor, ops.Step]:
-    """What the head reads, `[B * S, D]`; options of `ops.step`, and `taps`."""
+    """What the head reads, `[B * S, D]`; options of `ops.step`."""
     count, length = rows.ids.shape
-    taps = options.pop("taps", None)
     embeds = embed(model, rows)
     with ops.step(length, **options) as now:
-        batch = _batch(count, length, embeds.device)
-        return model.language_model.hidden(batch, inputs_embeds=embeds, taps=taps), now
+        return model.language_model.hidden(batch_of(count, length, embeds.device), inputs_embeds=embeds), now
 
 
 @lru_cache(maxsize=256)
-def _batch(count: int, length: int, device: torch.device) -> Batch:
+def batch_of(count: int, length: int, device: torch.device) -> Batch:
+    """`count` sequences of `length` tokens."""
     return Batch.lengths([length] * count, device=device)
 
 
@@ -224,7 +223,7 @@ class Trainer:
         loss, load, grad = self.graphs.run(("layers", count, length), layers, embeds.detach(), labels)
         embeds.backward(grad)
         norm = self.graphs.run(("update", has_images), self._update)
-        self._recent.append((loss.clone(), norm.clone(), load.clone()))
+        self._recent.append((loss, norm, load))
         self.step += 1
         self.tokens += rows.ids.numel()
 
@@ -232,7 +231,7 @@ class Trainer:
         """Loss and load of a pass, and the gradient `[B * S, D]` of its embeddings; the others are added up."""
         s, model = self.settings, self.model.language_model
         embeds = embeds.detach().requires_grad_()
-        batch = _batch(count, length, self.device)
+        batch = batch_of(count, length, self.device)
         with autocast(self.device, s.precision), ops.step(length, qat=self.qat, balance=True, grouped=s.grouped) as now:
             hidden = model.hidden(batch, inputs_embeds=embeds)
         loss = F.cross_entropy(F.linear(hidden.to(model.dtype), model.lm_head.weight), labels, ignore_index=IGNORE)
@@ -378,8 +377,9 @@ def held_out(trainer: Trainer, *, items: int = 256, longest: int = 2500) -> dict
         wrong.index_add_(0, row, (logits.argmax(-1) != here.labels).long())
         total += loss.item() * len(here.labels)
         tokens += len(here.labels)
-        right += int((wrong == 0).sum())
-        rows_seen += len(wrong)
+        asked = torch.bincount(row, minlength=len(wrong)) > 0  # not rows of padding
+        right += int(((wrong == 0) & asked).sum())
+        rows_seen += int(asked.sum())
     return {"held_out_loss": total / tokens, "held_out_exact": right / rows_seen}
 
 
