@@ -2,6 +2,7 @@
 
     python -m benchmarks.rank --of tp16                 # all 93 layers, about 93 GB
     python -m benchmarks.rank --of tp16 --layers 9      # the same with fewer
+    python -m benchmarks.rank --layers 9 --top 20       # and the kernels that belong to no kind
 
 Nothing is sent: collectives return their input. The floor of a step is what it has to read and write once (weights of
 all layers, the experts that were chosen, states, latent rows) over the measured bandwidth, or its multiplications over
@@ -36,7 +37,8 @@ CLASSES = {
     "kda": ("kda", "mixer", "recurrent", "conv", "chunk", "summary", "compose", "_output"),
     "mla": ("mla", "decode_kernel", "_merge", "attend", "flash", "cudnn", "fmha"),
     "attn_res": ("attn_res", "residual"),
-    "linear": ("gemm", "nvjet", "cutlass", "sm90_xmma", "gemv", "splitk", "cublas"),
+    "linear": ("gemm", "nvjet", "cutlass", "sm90_xmma", "gemv", "splitk", "cublas", "_one_kernel",
+               "_few_kernel"),
     "norm, SiTU": ("norm", "situ"),
 }  # fmt: skip
 
@@ -157,24 +159,34 @@ def timed(call, repeat: int) -> float:
     return statistics.median(found)
 
 
-def by_class(call) -> dict[str, float]:
-    """Seconds of device time of each class of kernels in one call."""
+def kind_of(kernel: str) -> str:
+    name = kernel.lower()
+    return next((kind for kind, parts in CLASSES.items() if any(part in name for part in parts)), "other")
+
+
+def by_kernel(call) -> dict[str, tuple[float, int]]:
+    """Seconds of device time of each kernel in one call, and how often it ran.
+
+    Kernels that begin before the one in front has ended count the time they wait, so the sum may exceed that of a step.
+    """
     from torch.profiler import ProfilerActivity, profile  # noqa: PLC0415 - slow to import
 
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         call()
         torch.cuda.synchronize()
-    totals: collections.Counter[str] = collections.Counter()
-    for event in found.key_averages():
-        name = event.key.lower()
-        kind = next((kind for kind, parts in CLASSES.items() if any(part in name for part in parts)), "other")
-        totals[kind] += event.self_device_time_total / 1e6
-    return dict(totals.most_common())
+    return {event.key: (event.self_device_time_total / 1e6, event.count) for event in found.key_averages()}
 
 
-def show(title: str, seconds: float, floor: float, parts: dict[str, float]) -> None:
+def show(title: str, seconds: float, floor: float, kernels: dict[str, tuple[float, int]], most: int, kind: str) -> None:
+    """One line of the table, and below it the kernels of a kind that took most."""
+    parts: collections.Counter[str] = collections.Counter()
+    for name, (spent, _) in kernels.items():
+        parts[kind_of(name)] += spent
     print(f"{title:<26}{1e3 * seconds:>9.2f}{1e3 * floor:>9.2f}{seconds / floor:>7.2f}   ", end="")
-    print("  ".join(f"{kind} {1e3 * value:.2f}" for kind, value in parts.items()), flush=True)
+    print("  ".join(f"{kind} {1e3 * value:.2f}" for kind, value in parts.most_common()), flush=True)
+    chosen = [(spent, count, name) for name, (spent, count) in kernels.items() if kind in ("all", kind_of(name))]
+    for spent, count, name in sorted(chosen, reverse=True)[:most]:
+        print(f"{1e3 * spent:>12.3f} ms {count:>6} x {name[:150]}", flush=True)
 
 
 def main() -> None:
@@ -184,6 +196,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="*", default=[1, 8, 32, 128])
     parser.add_argument("--context", type=int, default=1024, help="tokens in front of each decoded one")
     parser.add_argument("--prefill", type=int, default=8192)
+    parser.add_argument("--top", type=int, default=0, help="show so many kernels of a kind below each line")
+    parser.add_argument("--kind", default="other", help='of which kind; "all" for every one')
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
@@ -218,7 +232,8 @@ def main() -> None:
             used = chosen_experts(requests, text.moe.num_experts, text.moe.top_k)
             moved = dense + used * expert + requests * (2 * state + args.context * row)
             with contextlib.suppress(RuntimeError):
-                show(f"decode, {requests} requests", timed(call, 12), moved / ceilings.bytes_per_s, by_class(call))
+                floor = moved / ceilings.bytes_per_s
+                show(f"decode, {requests} requests", timed(call, 12), floor, by_kernel(call), args.top, args.kind)
             for lease in leases:
                 cache.discard(lease)
             del call
@@ -235,7 +250,7 @@ def main() -> None:
             flops = 2 * args.prefill * (dense / 2 + text.moe.top_k * expert * 32 / 17)
             flops += args.prefill**2 * heads * 320 * mla
             floor = max((dense + used * expert) / ceilings.bytes_per_s, flops / ceilings.flops_per_s)
-            show(f"prefill, {args.prefill} tokens", timed(call, 3), floor, by_class(call))
+            show(f"prefill, {args.prefill} tokens", timed(call, 3), floor, by_kernel(call), args.top, args.kind)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,11 @@ CASES: tuple[Case, ...] = (
     ),
     *(_moe(tokens, inner) for inner in (384, 192) for tokens in (1, 8, 64, 256, 8192)),
     *(
+        Case(op="linear", name=f"{n} x {k} to {m}", sizes={"tokens": n, "width": k, "outputs": m})
+        for n in (1, 32)
+        for k, m in ((7168, 3584), (3584, 7168), (7168, 3216), (768, 7168), (7168, 768), (384, 7168))
+    ),
+    *(
         Case(op="route", name=f"{n} tokens", sizes={"tokens": n, "hidden": 7168, "experts": 896, "top_k": 16})
         for n in (1, 64, 8192)
     ),

@@ -85,6 +85,12 @@ TRIALS: dict[str, list[dict[str, Any]]] = {
     "merge_partials": [{}, {"tokens": 0}, {"parts": 1}, {"parts": 8, "tokens": 33, "value": 512}, {"data": "poison"}],
     "store_rows": [{"tokens": 70}, {"tokens": 0}, {"tokens": 9, "pages": FP8}, {"tokens": 5, "width": 100, "page": 16}],
     "gather_rows": [{"tokens": 70}, {"tokens": 0}, {"tokens": 9, "pages": FP8}, {"tokens": 5, "width": 100}],
+    "linear": [
+        *({"tokens": n} for n in (0, 1, 2, 17, 64, 65)),
+        *({"tokens": n, "width": 1536, "outputs": 70} for n in (1, 5, 33)),
+        *({"tokens": n, "width": 200, "outputs": 1000, "stride": 208, "data": "poison"} for n in (1, 9)),
+        *({"tokens": n, "width": 100, "outputs": 3, "data": "extreme"} for n in (1, 3)),
+    ],
     "route": [
         {"tokens": 5}, {"tokens": 0}, {"tokens": 70, "experts": 896, "top_k": 16, "hidden": 512}, {"tokens": 1},
         {"tokens": 9, "replay": True}, {"tokens": 7, "data": "extreme"},

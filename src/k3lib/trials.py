@@ -450,6 +450,20 @@ def _routing(m: _Maker) -> Trial:
     )
 
 
+def _product(m: _Maker) -> Trial:
+    """`tokens`, `width`, `outputs`, `stride` (of the rows of x)."""
+    tokens, width, outputs = m.size("tokens", 5), m.size("width", 256), m.size("outputs", 200)
+    x = m.draw(tokens, m.size("stride", width))
+    if m.data == "poison":
+        x[:, width:] = torch.nan
+    weight = m.draw(outputs, width, scale=width**-0.5)
+    return Trial(
+        op="linear", title="", args={"x": x[:, :width], "weight": weight},
+        moved_bytes=weight.nbytes + tokens * (width + outputs) * x.element_size(),
+        flops=2 * tokens * width * outputs,
+    )  # fmt: skip
+
+
 def _expert_weights(m: _Maker, form: str, shape: tuple[int, int, int], first: int) -> ExpertWeights:
     experts, rows, width = shape
     inner = rows // 2
@@ -546,6 +560,7 @@ _MAKERS: dict[str, Callable[[_Maker], Trial]] = {
     "merge_partials": _merging,
     "store_rows": _storing,
     "gather_rows": _gathering,
+    "linear": _product,
     "route": _routing,
     "experts": _experts,
     "attn_res": _residuals,

@@ -91,8 +91,10 @@ def test_widths_that_no_block_divides(fmt, device):
         Path(1, 16, False, Config(64, 32, 4, 3), Config(64, 32, 4, 3)),
         Path(1, 16, False, Config(64, 16, 4, 3), Config(64, 16, 4, 3, 2), parts=2),
         Path(1, 16, True, Config(64, 16, 4, 3, 2), Config(64, 32, 4, 3, 2)),
+        Path(1, 8, False, Config(64, 32, 4, 3), Config(64, 16, 4, 3, 2, 16)),
+        Path(1, 8, True, Config(64, 32, 4, 3), Config(64, 16, 4, 3, 2, 16)),
     ],
-    ids=["tiles of one route", "parts", "unrolled"],
+    ids=["tiles of one route", "parts", "unrolled", "one route in wider products", "narrow tiles in wider products"],
 )
 def test_launch_forms(path, fmt, device):
     dtype = DTYPES[-1]

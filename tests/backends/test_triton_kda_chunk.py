@@ -99,6 +99,19 @@ def test_matches_the_reference(device, lengths, dtype):
     make(device, lengths, heads=2, dtype=dtype).check()
 
 
+@pytest.mark.parametrize("gate", [None, 1e4, -1e4], ids=["any", "bound", "none"])
+def test_chunks_of_two_blocks(device, gate, monkeypatch):
+    """The chunks of bfloat16, in float32: half of one forgets e^80 at the bound."""
+    monkeypatch.setitem(kda_chunk_host._CONFIGS, "wide", kda_chunk_host._CONFIGS["wide"]._replace(chunk=32))
+    case = make(device, [70, 31], heads=1, dtype=F32)
+    if gate is not None:
+        case.inputs["gate"].fill_(gate)
+    if gate == -1e4:
+        case.inputs["k"].copy_(case.inputs["k"][:1].expand_as(case.inputs["k"]) * 1.0)
+        case.inputs["beta"].fill_(8.0)
+    case.check()
+
+
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(16, 16), (64, 16), (32, 128), (256, 64)])
 def test_key_and_value_widths_may_differ(device, key_dim, value_dim):
     make(device, [40], heads=1, key_dim=key_dim, value_dim=value_dim).check()

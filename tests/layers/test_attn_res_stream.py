@@ -8,7 +8,7 @@ from seeded import draw, seed_weights
 from torch import nn
 
 from k3lib.batch import FeatureTap
-from k3lib.layers import AttnRes, AttnResStream, Linear, ResidualStream, RMSNorm
+from k3lib.layers import AttnRes, AttnResStream, Linear, ResidualStream, RMSNorm, ScoreWeights
 from k3lib.testing import assert_close, tolerance
 
 F32, F64 = torch.float32, torch.float64
@@ -202,3 +202,25 @@ def test_ordinary_residual_needs_no_score_weights():
     nn.init.ones_(reader.out_norm.weight)
     out = ResidualStream(draw(3, 8), rows=0).read(reader, closes_block=True)
     assert_close("read", nn.functional.rms_norm(draw(3, 8), (8,), eps=1e-5), out, tolerance("rms_norm", F32))
+
+
+def test_scores_that_were_folded_at_once_are_the_same_and_follow_the_weights():
+    stack = seed_weights(Sublayers(5, 16))
+    names = [f"{i}_{name}" for i in range(5) for name in ("self_attention", "mlp")]
+    readers = [stack.reader(name) for name in [*names, "output"]]
+    scores, x = ScoreWeights(readers), draw(6, 16)
+
+    def out(folded):
+        return stack.run(AttnResStream(x, rows=3, scores=folded), range(5), 2).read(readers[-1])
+
+    assert not scores.folded()
+    with torch.no_grad():
+        for part in scores.parts:
+            part.fuse()
+        assert len(scores.folded()) == len(readers)
+        first = out(None)
+        assert out(scores.folded()).equal(first)
+        readers[-1].score_proj.weight.mul_(3)
+        assert out(scores.folded()).equal(out(None))
+        assert not out(None).equal(first)
+    assert not scores.folded()  # gradients are recorded

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from k3lib.config import SiTU
 from k3lib.errors import ConfigError
 from k3lib.layers import GatedRMSNorm, Linear, RMSNorm, SiTUMLP, VocabEmbedding
-from k3lib.layers.linear import placement
+from k3lib.layers.linear import Fused, placement
 from k3lib.parallel import LOCAL, RankView
 from k3lib.testing import assert_close, tolerance
 
@@ -95,6 +95,20 @@ def test_a_rank_outside_its_group_is_refused(rank, size):
 def test_a_rank_view_refuses_to_communicate(call):
     with pytest.raises(ConfigError, match=f"{call} over 3 ranks.*rank 1"):
         getattr(RankView(1, 3), call)(torch.zeros(3))
+
+
+@pytest.mark.parametrize("outputs", [20, 1001])
+def test_joined_weights_are_those_of_the_modules_with_or_without_padding(outputs):
+    modules = [seed_weights(Linear(8, n, dtype=F32), seed=n) for n in (outputs, 30)]
+    part, x = Fused(*modules), draw(3, 8)
+    want = torch.cat([module(x) for module in modules], dim=-1)
+    with torch.inference_mode():
+        part.fuse()
+        assert part.intact().shape[0] % 16 == 0 or outputs < 1000
+        assert_close("joined", want, part(x), 1e-6)
+        assert part.joined().equal(torch.cat([module.weight for module in modules]))
+        modules[1].weight.zero_()
+        assert not part(x)[:, outputs:].any()
 
 
 # ---- embedding

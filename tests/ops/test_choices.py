@@ -11,6 +11,7 @@ from k3lib.ops import (
     AttnResSpec,
     ExpertsSpec,
     KDASpec,
+    LinearSpec,
     MLASpec,
     NormSpec,
     Target,
@@ -58,6 +59,8 @@ ATTENTION = AttentionSpec(heads=12, key_dim=192, value_dim=128, dtype=BF16, caus
 RESIDUAL = AttnResSpec(hidden=7168, num_blocks=4, dtype=BF16, adds=True, writes=False, norms=True)
 CONV = ConvSpec(channels=4608, width=4, dtype=BF16, stateful=True, tokens_per_request="many")
 ROUTE = RouteSpec(experts=896, top_k=16, num_groups=1, dtype=BF16)
+PRODUCT = LinearSpec(dtype=BF16, weight_dtype=BF16, tokens="few")
+MANY = dataclasses.replace(PRODUCT, tokens="many")
 NORM = NormSpec(width=7168, dtype=BF16, weight_dtype=BF16)
 
 # op, spec: on Hopper with Triton and with more, without it, Blackwell, MI35x, Ascend, CPU
@@ -71,11 +74,13 @@ TABLE = [
     ("kda_recurrent", DECODE, "triton", "triton", "reference", "triton", "triton", "reference", "reference"),
     ("short_conv", CONV, "triton", "triton", "reference", "triton", "triton", "reference", "reference"),
     ("mla_decode", MLA, "triton", "triton", "reference", "triton", "triton", "reference", "cpu"),
-    ("mla_decode", WIDE_MLA, "triton", "triton", "reference", "triton", "triton", "reference", "cpu"),
+    ("mla_decode", WIDE_MLA, "triton", "flash_mla", "reference", "triton", "triton", "reference", "cpu"),
     ("attention_varlen", ATTENTION, "cudnn", "cudnn", "reference", "triton", "triton", "reference", "reference"),
     ("experts", MXFP4, "triton", "triton", "reference", "triton", "triton", "reference", "cpu"),
     ("attn_res", RESIDUAL, "triton", "triton", "reference", "triton", "triton", "reference", "cpu"),
     ("route", ROUTE, "triton", "triton", "reference", "triton", "triton", "reference", "cpu"),
+    ("linear", PRODUCT, "triton", "triton", "torch", "torch", "torch", "torch", "reference"),
+    ("linear", MANY, "torch", "torch", "torch", "torch", "torch", "torch", "reference"),
     ("rms_norm", NORM, "triton", "triton", "reference", "triton", "triton", "reference", "cpu"),
 ]
 TARGETS = [HOPPER, FULL_HOPPER, BARE_HOPPER, BLACKWELL, MI35X, ASCEND, CPU]
@@ -86,7 +91,9 @@ def choice(op, spec, target):
 
 
 def title(row):
-    return "-".join([row[0], getattr(row[1], "tokens_per_request", ""), getattr(row[1], "verify", "")])
+    return "-".join(
+        [row[0], getattr(row[1], "tokens_per_request", getattr(row[1], "tokens", "")), getattr(row[1], "verify", "")]
+    )
 
 
 @pytest.mark.parametrize("row", TABLE, ids=title)
@@ -104,6 +111,7 @@ def test_choices(row):
         ("kda_mixer", DECODE, "triton"),
         ("attention_varlen", ATTENTION, "triton"),
         ("rms_norm", NORM, "triton"),
+        ("linear", PRODUCT, "torch"),
     ],
 )
 def test_deterministic_choices_on_hopper(op, spec, wanted):

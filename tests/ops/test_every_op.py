@@ -153,6 +153,7 @@ CALLS = {
         "values": draw(t, WIDTH), "pages": draw(t + 1, PAGE, WIDTH), "rows": torch.randperm(3 * t + 3)[:t] - 1,
     },
     "gather_rows": lambda t, _: {"pages": draw(t + 1, PAGE, WIDTH), "rows": torch.arange(t) - 1},
+    "linear": lambda t, _: {"x": draw(t, WIDTH), "weight": draw(6, WIDTH)},
     "route": routing,
     "experts": runner,
 }  # fmt: skip

@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from k3lib import ops
+from k3lib.layers.linear import Fused
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor, nn
 
     from k3lib.batch import FeatureTap
     from k3lib.layers.linear import Linear
     from k3lib.layers.norm import RMSNorm
 
-__all__ = ["AttnRes", "AttnResStream", "ResidualStream"]
+__all__ = ["AttnRes", "AttnResStream", "ResidualStream", "ScoreWeights"]
 
 
 class AttnRes(NamedTuple):
@@ -40,8 +43,30 @@ class AttnRes(NamedTuple):
         assert self.score_proj is not None, "only attention residuals have scores"
         gamma: Any = self.score_norm._parameters["weight"]
         w: Any = self.score_proj._parameters["weight"]
-        folded: Tensor = gamma * w if gamma.dtype == torch.float64 else gamma.float() * w.float()
-        return folded.squeeze(0)
+        return _folded(gamma, w).squeeze(0)
+
+
+def _folded(gamma: Tensor, w: Tensor) -> Tensor:
+    return gamma * w if gamma.dtype == torch.float64 else gamma.float() * w.float()
+
+
+class ScoreWeights:
+    """The score weights of all reads of a model, folded at once: as many kernels a step as else a read needs."""
+
+    def __init__(self, readers: Sequence[AttnRes]) -> None:
+        """Take readers that have scores."""
+        norms = [reader.score_norm for reader in readers if reader.score_norm is not None]
+        self._projs = [reader.score_proj for reader in readers if reader.score_proj is not None]
+        self.parts = (Fused(*norms), Fused(*self._projs))
+
+    def folded(self) -> Mapping[nn.Module | None, Tensor]:
+        """`[D]` of each reader, by its projection; none if the weights are not joined, or gradients are recorded."""
+        gammas, w = (part.intact() for part in self.parts)
+        if gammas is None or w is None:
+            return {}
+        count, width = len(self._projs), w.shape[-1]
+        rows = _folded(gammas[: count * width].view(count, width), w[:count])
+        return dict(zip(self._projs, rows.unbind(0), strict=True))
 
 
 class AttnResStream:
@@ -55,7 +80,15 @@ class AttnResStream:
         bank: `[T, rows, D]`; the first `num_blocks` rows count.
     """
 
-    def __init__(self, prefix: Tensor | None, *, rows: int, bank: Tensor | None = None, num_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        prefix: Tensor | None,
+        *,
+        rows: int,
+        bank: Tensor | None = None,
+        num_blocks: int = 0,
+        scores: Mapping[nn.Module | None, Tensor] | None = None,
+    ) -> None:
         """Start a stream.
 
         Args:
@@ -63,8 +96,10 @@ class AttnResStream:
             rows: rows that the bank will need.
             bank: `[T, num_blocks, D]`, the history at a cut.
             num_blocks: rows of `bank`.
+            scores: score weights that have been folded already; see `ScoreWeights`.
         """
         self.prefix = prefix
+        self._scores = scores or {}
         self.num_blocks = num_blocks
         self._delta: Tensor | None = None
         self._frozen: list[Tensor] = []  # finished rows while autograd records: no in-place writes
@@ -91,7 +126,7 @@ class AttnResStream:
             self.prefix,
             self._delta,
             self.bank,
-            score_weight=reader.score_weight(),
+            score_weight=self._score_weight(reader),
             out_norm_weight=reader.out_norm.weight,
             num_blocks=self.num_blocks,
             write_block=self.num_blocks if in_place else None,
@@ -107,13 +142,17 @@ class AttnResStream:
             self.num_blocks += 1
         return out
 
+    def _score_weight(self, reader: AttnRes) -> Tensor:
+        known = self._scores.get(reader.score_proj)
+        return reader.score_weight() if known is None else known
+
     def mixture(self, reader: AttnRes) -> Tensor:
         """Return what `reader` would see, un-normed, without changing the stream."""
         out, _ = ops.attn_res(
             self.prefix,
             self._delta,
             self.bank,
-            score_weight=reader.score_weight(),
+            score_weight=self._score_weight(reader),
             out_norm_weight=None,
             num_blocks=self.num_blocks,
             write_block=None,

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from k3lib import ops
 from k3lib.errors import ConfigError
 from k3lib.parallel.group import LOCAL, Group
 
@@ -183,7 +184,7 @@ class Linear(K3Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply to `[..., in]`."""
-        y = F.linear(x, self._parameters["weight"])  # type: ignore[arg-type] # not self.weight: a Python call less
+        y = ops.linear(x, self._parameters["weight"])  # type: ignore[arg-type] # not self.weight: a Python call less
         return self.tp.all_reduce(y) if self.reduces else y
 
     def extra_repr(self) -> str:
@@ -196,11 +197,15 @@ class Fused:
 
     `fuse` moves the weights into one tensor and makes each parameter a view of its part, so names, checkpoints and
     in-place updates stay as they are. Whoever replaces a parameter or hooks a module gets the separate modules back.
+    Large ones are padded with rows of zeros: kernels want rows of results that begin at multiples of 32 bytes.
     """
+
+    ALIGNED = 16
 
     def __init__(self, *modules: nn.Module) -> None:
         self.modules = modules
         self.weight: Tensor | None = None
+        self._rows = 0  # without the padding
         self._places: list[int] = []
 
     def fuse(self) -> None:
@@ -208,7 +213,11 @@ class Fused:
         weights = [module._parameters["weight"] for module in self.modules]
         if any(w is None or w.is_meta or w.dtype != weights[0].dtype for w in weights):  # type: ignore[union-attr]
             return
-        joined = torch.cat([w.data for w in weights if w is not None])
+        parts = [w.data for w in weights if w is not None]
+        self._rows = sum(w.shape[0] for w in parts)
+        if self._rows >= 64 * self.ALIGNED and (more := -self._rows % self.ALIGNED):
+            parts.append(parts[0].new_zeros(more, *parts[0].shape[1:]))
+        joined = torch.cat(parts)
         first = 0
         for w in weights:
             assert w is not None, "checked above"
@@ -233,14 +242,17 @@ class Fused:
     def joined(self) -> Tensor:
         """All weights side by side, from the joined tensor or put together now."""
         weight = self.intact()
-        return torch.cat([m.weight for m in self.modules]) if weight is None else weight  # type: ignore[misc]
+        if weight is None:
+            return torch.cat([m.weight for m in self.modules])  # type: ignore[misc]
+        return weight if weight.shape[0] == self._rows else weight[: self._rows]
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply linear layers to `[..., in]`; their outputs side by side."""
         weight = self.intact()
         if weight is None:
             return torch.cat([module(x) for module in self.modules], dim=-1)
-        return F.linear(x, weight)
+        y = ops.linear(x, weight)
+        return y if y.shape[-1] == self._rows else y[..., : self._rows]
 
 
 def fuse(model: nn.Module) -> None:

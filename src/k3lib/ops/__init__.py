@@ -19,6 +19,7 @@ from k3lib.ops.kda import (
     kda_replay,
     l2_norm,
 )
+from k3lib.ops.linear import LinearSpec, linear
 from k3lib.ops.mla import (
     AttentionSpec,
     MergeSpec,
@@ -63,6 +64,7 @@ __all__ = [
     "Impl",
     "KDAParams",
     "KDASpec",
+    "LinearSpec",
     "MLASpec",
     "MergeSpec",
     "NormSpec",
@@ -88,6 +90,7 @@ __all__ = [
     "kda_recurrent",
     "kda_replay",
     "l2_norm",
+    "linear",
     "merge_partials",
     "mla_decode",
     "observe",

@@ -22,7 +22,9 @@ OPTIONS: dict[str, Any] = {
     "proven_on": HOPPER,
     "requires": (Package("triton", ("triton", "pytorch-triton", "pytorch-triton-rocm"), at_least="3.4"),),
 }
-MODULES: tuple[str, ...] = ("attn_res", "conv", "experts", "kda_chunk", "kda_decode", "mla", "pointwise", "route")
+MODULES: tuple[str, ...] = (
+    "attn_res", "conv", "experts", "kda_chunk", "kda_decode", "linear", "mla", "pointwise", "route",
+)  # fmt: skip
 
 
 def load() -> None:

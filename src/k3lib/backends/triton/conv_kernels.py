@@ -1,9 +1,9 @@
 """The short causal convolution: kernels.
 
 One token a request: one program a request and block of channels computes, and shifts the slot's window. Long inputs:
-a first kernel treats all packed tokens as one sequence; it knows no requests and streams. The second one, a program a
-request, redoes the first tokens of each request with the slot's window on their left, and stores the window that they
-leave. A verify step's few tokens are all of the second kernel, which keeps them in the scratch instead. Bound: memory.
+most programs stream, as if all packed tokens were one sequence; the first ones, one a request, compute the first tokens
+of each request, which the others leave out, with the slot's window on their left, and store the window that the last
+ones leave. A verify step's few tokens are all of such programs, which keep them in the scratch instead. Bound: memory.
 """
 # ruff: noqa: RUF005 - tuples grow by addition: kernels have no starred expressions
 # mypy: disable-error-code="assignment"
@@ -21,17 +21,17 @@ from k3lib.backends.triton.launch import launch_options
 
 
 class Config(NamedTuple):
-    """Tokens that are read at once, how often, channels a program, and its warps."""
+    """Tokens that are read at once, how often (30 tokens at most), channels a program, its warps and registers."""
 
     tokens: int
     steps: int
     channels: int
     warps: int
+    registers: int | None = None
 
 
 # H200, 2026-11-30
-STREAM = Config(4, 4, 512, 4)
-WINDOW_CHANNELS = 512
+STREAM = Config(4, 4, 256, 2, 64)
 
 
 @triton.jit
@@ -39,42 +39,60 @@ def _silu(y):
     return y * tl.sigmoid(y)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _conv_stream_kernel(
-    x,
-    weight,
-    out,
-    x_stride,
-    num_tokens,
-    CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TAPS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    STEPS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def _left_out(
+    begin, slots, cu_seqlens, num_tokens, num_requests, num_slots,
+    SPAN: tl.constexpr, WIDTH: tl.constexpr, HAS_STATE: tl.constexpr,
+):  # fmt: skip
+    """Bits of the `SPAN` tokens from `begin` that are first ones of their request, or of a request without a slot."""
+    lane = tl.arange(0, 128)
+    bits = tl.zeros([128], tl.int32)
+    first = 0
+    while first < num_requests:
+        request = first + lane
+        known = request < num_requests
+        start = tl.load(cu_seqlens + request, mask=known, other=0).to(tl.int32)
+        end = tl.minimum(tl.load(cu_seqlens + request + 1, mask=known, other=0).to(tl.int32), num_tokens)
+        stop = tl.minimum(start + (WIDTH - 1), end)
+        if HAS_STATE:
+            slot = tl.load(slots + request, mask=known, other=0).to(tl.int64)
+            stop = tl.where((slot >= 0) & (slot < num_slots), stop, end)
+        low = tl.minimum(tl.maximum(start - begin, 0), SPAN)
+        high = tl.minimum(tl.maximum(stop - begin, low), SPAN)
+        bits |= (1 << high) - (1 << low)
+        first += 128
+    return tl.reduce(bits, 0, _either)
+
+
+@triton.jit
+def _stream(
+    x, weight, out, slots, cu_seqlens, begin, c, c_in, x_stride, num_tokens, num_requests, num_slots,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, BLOCK_T: tl.constexpr, STEPS: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+):  # fmt: skip
     """A thread walks along tokens with the window in registers; the next few are under way meanwhile."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    c_in = c < CHANNELS
     tap = tl.arange(0, TAPS)[None, :]
     # the four taps of a channel are one access; a load for each tap would touch as many lines as there are threads
     weights = tl.load(weight + c[:, None] * WIDTH + tap, mask=c_in[:, None] & (tap < WIDTH), other=0.0).to(tl.float32)
-    begin = tl.program_id(0) * (BLOCK_T * STEPS)
     rows = x + begin.to(tl.int64) * x_stride + c
     target = out + begin.to(tl.int64) * CHANNELS + c
-    taps = ()
-    for i in tl.static_range(WIDTH):
-        taps = taps + (tl.sum(tl.where(tap == i, weights, 0.0), 1),)
     window = ()
     for i in tl.static_range(1 - WIDTH, 0):
         window = window + (tl.load(rows + i * x_stride, mask=c_in & (begin + i >= 0), other=0.0).to(tl.float32),)
     ahead = ()
     for i in tl.static_range(BLOCK_T):
         ahead = ahead + (tl.load(rows + i * x_stride, mask=c_in & (begin + i < num_tokens), other=0.0),)
+    skip = _left_out(
+        begin, slots, cu_seqlens, num_tokens, num_requests, num_slots, BLOCK_T * STEPS, WIDTH, HAS_STATE
+    )  # fmt: skip
+    taps = ()
+    for i in tl.static_range(WIDTH):
+        taps = taps + (tl.sum(tl.where(tap == i, weights, 0.0), 1),)
     for step in tl.static_range(STEPS):
         now = ahead
         if step + 1 < STEPS:
@@ -89,7 +107,8 @@ def _conv_stream_kernel(
                 y += window[j] * taps[j]
             window = window[1:]
             t = step * BLOCK_T + i
-            tl.store(target + t * CHANNELS, _silu(y).to(out.dtype.element_ty), mask=c_in & (begin + t < num_tokens))
+            mine = (begin + t < num_tokens) & ((skip >> t) & 1 == 0)
+            tl.store(target + t * CHANNELS, _silu(y).to(out.dtype.element_ty), mask=c_in & mine)
 
 
 @triton.jit
@@ -117,45 +136,14 @@ def _keep_window(window, conv_state, slot, c, c_in, CHANNELS: tl.constexpr, WIDT
     tl.store(conv_state + row[:, None] * CHANNELS + c[None, :], window.to(conv_state.dtype.element_ty), mask=mask)
 
 
-@triton.jit(
-    do_not_specialize=["num_tokens", "num_requests", "num_slots", "width"],
-    do_not_specialize_on_alignment=["slots", "cu_seqlens", "saves", "save_slots"],
-)
-def _conv_windows_kernel(
-    x,
-    weight,
-    out,
-    conv_state,
-    slots,
-    cu_seqlens,
-    saves,
-    save_slots,
-    kept,
-    x_stride,
-    num_tokens,
-    num_requests,
-    num_slots,
-    width,
-    CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TAPS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    SINGLE: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-    HAS_SAVES: tl.constexpr,
-    VERIFY: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    request = tl.program_id(0)
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    c_in = c < CHANNELS
-    start = tl.load(cu_seqlens + request).to(tl.int32)
-    end = tl.minimum(tl.load(cu_seqlens + request + 1).to(tl.int32), num_tokens)
-    if start >= end:
-        return
+@triton.jit
+def _request(
+    x, weight, out, conv_state, slots, saves, save_slots, kept, request, start, end, c, c_in,
+    x_stride, num_requests, num_slots, width,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, BLOCK_C: tl.constexpr, SINGLE: tl.constexpr,
+    HAS_STATE: tl.constexpr, HAS_SAVES: tl.constexpr, VERIFY: tl.constexpr,
+):  # fmt: skip
+    """The tokens of a request that know its window, and the windows that it leaves."""
     live = True
     stored = False
     slot = tl.zeros((), tl.int64)
@@ -209,6 +197,40 @@ def _conv_windows_kernel(
         _keep_window(last, conv_state, slot, c, c_in & stored, CHANNELS, WIDTH, TAPS)
 
 
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_requests", "num_slots", "width"],
+    do_not_specialize_on_alignment=["slots", "cu_seqlens", "saves", "save_slots"],
+)
+def _conv_kernel(
+    x, weight, out, conv_state, slots, cu_seqlens, saves, save_slots, kept,
+    x_stride, num_tokens, num_requests, num_slots, width,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, BLOCK_T: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK_C: tl.constexpr, SINGLE: tl.constexpr, HAS_STATE: tl.constexpr, HAS_SAVES: tl.constexpr,
+    VERIFY: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    pid = tl.program_id(0)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    c_in = c < CHANNELS
+    if pid < num_requests:
+        start = tl.load(cu_seqlens + pid).to(tl.int32)
+        end = tl.minimum(tl.load(cu_seqlens + pid + 1).to(tl.int32), num_tokens)
+        if start < end:
+            _request(
+                x, weight, out, conv_state, slots, saves, save_slots, kept, pid, start, end, c, c_in,
+                x_stride, num_requests, num_slots, width,
+                CHANNELS, WIDTH, TAPS, BLOCK_C, SINGLE, HAS_STATE, HAS_SAVES, VERIFY,
+            )  # fmt: skip
+    else:
+        begin = (pid - num_requests) * (BLOCK_T * STEPS)
+        _stream(
+            x, weight, out, slots, cu_seqlens, begin, c, c_in, x_stride, num_tokens, num_requests, num_slots,
+            CHANNELS, WIDTH, TAPS, BLOCK_T, STEPS, HAS_STATE,
+        )  # fmt: skip
+
+
 def launch_short_conv(x, weight, conv_state, slots, cu_seqlens, saves, save_slots, single, config=None, kept=None):
     """Launch for checked arguments; `single`: most requests have one token; `kept`: inputs of a verify step."""
     num_tokens, channels = x.shape
@@ -218,26 +240,11 @@ def launch_short_conv(x, weight, conv_state, slots, cu_seqlens, saves, save_slot
     if not num_tokens or not requests:
         return out
     taps = triton.next_power_of_2(width)
-    if not single and kept is None:
-        tokens, steps, block_c, warps = config or STREAM
-        block_c = min(block_c, triton.next_power_of_2(channels))
-        _conv_stream_kernel[(triton.cdiv(num_tokens, tokens * steps), triton.cdiv(channels, block_c))](
-            x,
-            weight,
-            out,
-            x.stride(0),
-            num_tokens,
-            CHANNELS=channels,
-            WIDTH=width,
-            TAPS=taps,
-            BLOCK_T=tokens,
-            STEPS=steps,
-            BLOCK_C=block_c,
-            **launch_options(x.device, warps),
-        )
     stateful = conv_state is not None
-    block_c = min(WINDOW_CHANNELS, triton.next_power_of_2(channels))
-    _conv_windows_kernel[(requests, triton.cdiv(channels, block_c))](
+    tokens, steps, block_c, warps, registers = STREAM if config is None else Config(*config)
+    block_c = min(block_c, triton.next_power_of_2(channels))
+    streams = 0 if single or kept is not None else triton.cdiv(num_tokens, tokens * steps)
+    _conv_kernel[(requests + streams, triton.cdiv(channels, block_c))](
         x,
         weight,
         out,
@@ -255,11 +262,13 @@ def launch_short_conv(x, weight, conv_state, slots, cu_seqlens, saves, save_slot
         CHANNELS=channels,
         WIDTH=width,
         TAPS=taps,
+        BLOCK_T=tokens,
+        STEPS=steps,
         BLOCK_C=block_c,
         SINGLE=single,
         HAS_STATE=stateful,
         HAS_SAVES=saves is not None,
         VERIFY=kept is not None,
-        **launch_options(x.device, 4),
+        **launch_options(x.device, warps, registers),
     )
     return out

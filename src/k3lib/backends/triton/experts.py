@@ -56,7 +56,7 @@ def check_experts(x, ids, weights, store):
 
 @register(experts, name="triton", priority=10, supports=_supports, **OPTIONS)
 def experts_triton(x, ids, weights, prepared, *, act_fn):
-    """See `k3lib.ops.experts`. One or two tokens are summed in another order than more of them."""
+    """See `k3lib.ops.experts`. Few tokens are summed in another order than many."""
     from k3lib.backends.triton import experts_kernels as kernels
 
     check_experts(x, ids, weights, prepared)

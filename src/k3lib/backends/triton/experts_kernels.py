@@ -15,15 +15,20 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-ONE_PROGRAM_ROUTES = 1024
+from k3lib.backends.triton.launch import launch_options
+
+ONE_PROGRAM_ROUTES = 2048
 TURN_TOKENS = 16384  # bounds the rows of all routes, which are in memory between the products and their sum
 
 
 class Config(NamedTuple):
-    """Of one product: M rows, K words, warps, stages, and what a program repeats.
+    """Of one product: M rows, K words, warps, stages, what a program repeats, and N, if not the width of a tile.
 
-    In the first product that is how many products make a step, in the second how many blocks of rows there are.
+    In the first product that is how many products make a step, in the second how many blocks of rows there are. With
+    N = 8 the products are those of a warp, not of four: in another order of summation, with fewer instructions and
+    registers.
     """
 
     rows: int
@@ -31,13 +36,13 @@ class Config(NamedTuple):
     warps: int
     stages: int
     repeat: int = 1
+    columns: int = 0
 
 
 class Path(NamedTuple):
-    """Up to `routes` routes an expert: N, whether routes are sorted, the two products, parts of the first.
+    """Up to `routes` routes an expert: width of a tile, whether they are sorted, the two products, parts of the first.
 
-    Routes that are not sorted make tiles of one. All paths give the same bits, except for the order of summation that
-    more than one part brings.
+    Routes that are not sorted make tiles of one.
     """
 
     routes: float
@@ -49,10 +54,15 @@ class Path(NamedTuple):
 
 
 # H200, 2026-11-30. Chosen by the number of tokens, which is static, as if routes fell evenly on the experts
+FEW_PATHS = (
+    Path(0.04, 16, False, Config(64, 32, 4, 4, 2), Config(64, 32, 4, 4), parts=2),
+    Path(0.25, 8, False, Config(64, 64, 4, 3), Config(64, 32, 4, 3, 7, 16)),
+    Path(6, 8, True, Config(64, 64, 4, 3), Config(64, 32, 4, 3, 8, 16)),
+)
+# these give the same bits
 PATHS = (
-    Path(0.04, 16, False, Config(64, 32, 4, 3, 2), Config(64, 32, 4, 4), parts=2),
     Path(0.25, 16, False, Config(64, 32, 4, 3, 2), Config(64, 32, 4, 3, 7)),
-    Path(6, 16, True, Config(64, 32, 4, 3, 2), Config(64, 32, 4, 3, 8)),
+    Path(10, 16, True, Config(64, 32, 4, 3, 2), Config(64, 32, 4, 3, 8)),
     Path(40, 32, True, Config(128, 32, 4, 4), Config(128, 32, 4, 3, 4)),
     Path(float("inf"), 64, True, Config(128, 32, 4, 3), Config(128, 32, 8, 3, 7)),
 )
@@ -136,14 +146,17 @@ def _situ(gate, up, beta, linear_beta, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _tile(experts_ptr, counts_ptr, order_ptr, ids_ptr, tile, first, num_experts, N: tl.constexpr, SORTED: tl.constexpr):
+def _tile(
+    experts_ptr, counts_ptr, order_ptr, ids_ptr, tile, first, num_experts, WIDTH: tl.constexpr, N: tl.constexpr,
+    SORTED: tl.constexpr,
+):  # fmt: skip
     """Local expert of a tile (negative: none), its routes `[N]`, and which of them exist."""
     n = tl.arange(0, N)
     if SORTED:
         expert = tl.load(experts_ptr + tile)
         count = tl.load(counts_ptr + tile)
         live = n < count
-        routes = tl.load(order_ptr + tile * N + n, mask=live, other=0)
+        routes = tl.load(order_ptr + tile * WIDTH + n, mask=live, other=0)
     else:
         expert = tl.load(ids_ptr + tile) - first
         expert = tl.where(expert < num_experts, expert, -1)
@@ -176,7 +189,7 @@ def _decode(w, s, FORMAT: tl.constexpr, PACKED: tl.constexpr, M: tl.constexpr, K
 @triton.jit
 def _weight_tile(
     w_ptrs, s_ptrs, rows_exist, begin, COLUMNS: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr,
-    M: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, dtype: tl.constexpr,
+    M: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, FOUR: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Weights `[M, 4K]` of a step in the order of the right operand: blocks of 64 columns, in planes of 16."""
     if FORMAT == "bf16":
@@ -187,9 +200,11 @@ def _weight_tile(
         groups: tl.constexpr = K // words
         if EVEN:
             w = tl.load(w_ptrs + begin)
-            # four scales in one integer: the least that is copied to shared memory asynchronously
-            four = tl.load(s_ptrs + begin // (4 * words))
-            s = _four_bytes(four, M, groups)
+            if FOUR:
+                # four scales in one integer: the least that is copied to shared memory asynchronously
+                s = _four_bytes(tl.load(s_ptrs + begin // (4 * words)), M, groups)
+            else:
+                s = tl.load(s_ptrs + begin // words)
         else:
             k = tl.arange(0, K)
             g = tl.arange(0, groups)
@@ -236,17 +251,21 @@ def _gate_up_kernel(
     x_ptr, w_ptr, s_ptr, global_ptr, hidden_ptr, experts_ptr, counts_ptr, order_ptr, ids_ptr, first, num_experts,
     beta, linear_beta,
     L: tl.constexpr, I: tl.constexpr, X_WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr, TOP_K: tl.constexpr,
-    FORMAT: tl.constexpr, CAPPED: tl.constexpr, SORTED: tl.constexpr, PACKED: tl.constexpr, PLANES: tl.constexpr,
-    PARTS: tl.constexpr, UNROLL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    FORMAT: tl.constexpr, CAPPED: tl.constexpr, SORTED: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
+    PLANES: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`hidden[r] = SiTU(w13 x)` of each route: M / 2 columns of it, from 8 gate and 8 up rows in turn.
 
     With PARTS, each program sums over one part of the columns of x and leaves gate and up, in fp32, to
     `_activate_kernel`.
     """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     half: tl.constexpr = M // 2
     expert, routes, live = _tile(
-        experts_ptr, counts_ptr, order_ptr, ids_ptr, tl.program_id(1), first, num_experts, N, SORTED
+        experts_ptr, counts_ptr, order_ptr, ids_ptr, tl.program_id(1), first, num_experts, WIDTH, N, SORTED
     )
     if expert < 0:
         return
@@ -256,7 +275,8 @@ def _gate_up_kernel(
     exist = (column < I)[:, None]
     source = (tl.minimum(column, I - 1) + q // 8 % 2 * I)[:, None]
     words: tl.constexpr = 4 if FORMAT == "nvfp4" else 8
-    even: tl.constexpr = L % (4 * K) == 0 and I % half == 0 and K % (4 * words) == 0
+    even: tl.constexpr = L % (4 * K) == 0 and I % half == 0 and K % words == 0
+    four: tl.constexpr = even and K % (4 * words) == 0
     stride: tl.constexpr = L // PLANES
     groups: tl.constexpr = L // (4 * words)
     k = tl.arange(0, 4 * K)
@@ -264,7 +284,7 @@ def _gate_up_kernel(
         w_ptrs = w_ptr + expert * (2 * I * stride) + source * stride + k[None, :]
     else:
         w_ptrs = w_ptr + expert * (2 * I * stride) + source * stride + tl.arange(0, K)[None, :]
-    s_ptrs = _scale_ptrs(s_ptr, expert * (2 * I * groups) + source * groups, K // words, even)
+    s_ptrs = _scale_ptrs(s_ptr, expert * (2 * I * groups) + source * groups, K // words, four)
     x_ptrs = x_ptr + (routes // TOP_K).to(tl.int64)[None, :] * X_WIDTH + k[:, None]
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     acc = tl.zeros((M, N), tl.float32)
@@ -275,7 +295,7 @@ def _gate_up_kernel(
     for step in range(0, span, UNROLL * K):
         for i in tl.static_range(UNROLL):
             begin = part * span + step + i * K
-            w = _weight_tile(w_ptrs, s_ptrs, exist, begin, L, FORMAT, PACKED, M, K, even, dtype)
+            w = _weight_tile(w_ptrs, s_ptrs, exist, begin, L, FORMAT, PACKED, M, K, even, four, dtype)
             if even:
                 x = tl.load(x_ptrs + 4 * begin, mask=live[None, :], other=0.0)
             else:
@@ -300,9 +320,12 @@ def _gate_up_kernel(
 @triton.jit
 def _activate_kernel(
     parts_ptr, hidden_ptr, ids_ptr, first, num_experts, beta, linear_beta, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of gate and up in their order, and activate."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     route = tl.program_id(0)
     expert = tl.load(ids_ptr + route) - first
     if (expert < 0) | (expert >= num_experts):
@@ -337,15 +360,19 @@ def _hidden_tile(hidden_ptr, routes, live, begin, WIDTH: tl.constexpr, K: tl.con
 def _down_kernel(
     hidden_ptr, w_ptr, s_ptr, global_ptr, out_ptr, experts_ptr, counts_ptr, order_ptr, ids_ptr, first, num_experts,
     L: tl.constexpr, I: tl.constexpr, X_WIDTH: tl.constexpr, FORMAT: tl.constexpr, SORTED: tl.constexpr,
+    WIDTH: tl.constexpr,
     PACKED: tl.constexpr, PLANES: tl.constexpr, BLOCKS: tl.constexpr, STEPS: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`out[r] = w2 hidden[r]` of each route: BLOCKS times M rows.
 
     With STEPS (at most 4), they cover the hidden columns, which are read once, and the loop is over the blocks of rows.
     """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     expert, routes, live = _tile(
-        experts_ptr, counts_ptr, order_ptr, ids_ptr, tl.program_id(1), first, num_experts, N, SORTED
+        experts_ptr, counts_ptr, order_ptr, ids_ptr, tl.program_id(1), first, num_experts, WIDTH, N, SORTED
     )
     if expert < 0:
         return
@@ -356,7 +383,8 @@ def _down_kernel(
     groups: tl.constexpr = I // (4 * words)
     w_columns = tl.arange(0, 4 * K if PLANES == 1 else K)[None, :]
     w_ptr += expert * (L * stride)
-    even: tl.constexpr = I % (4 * K) == 0 and L % (BLOCKS * M) == 0 and K % (4 * words) == 0
+    even: tl.constexpr = I % (4 * K) == 0 and L % (BLOCKS * M) == 0 and K % words == 0
+    four: tl.constexpr = even and K % (4 * words) == 0
     whole: tl.constexpr = X_WIDTH % (4 * K) == 0
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
     rest = _rest(global_ptr, expert, FORMAT, PACKED)
@@ -373,23 +401,23 @@ def _down_kernel(
         exist = (rows < L)[:, None]
         source = tl.minimum(rows, L - 1)[:, None]
         w_ptrs = w_ptr + source * stride + w_columns
-        s_ptrs = _scale_ptrs(s_ptr, expert * (L * groups) + source * groups, K // words, even)
+        s_ptrs = _scale_ptrs(s_ptr, expert * (L * groups) + source * groups, K // words, four)
         acc = tl.zeros((M, N), tl.float32)
         if STEPS > 0:
-            w = _weight_tile(w_ptrs, s_ptrs, exist, 0, I, FORMAT, PACKED, M, K, even, dtype)
+            w = _weight_tile(w_ptrs, s_ptrs, exist, 0, I, FORMAT, PACKED, M, K, even, four, dtype)
             acc = tl.dot(w, x0, acc, input_precision="ieee")
             if STEPS > 1:
-                w = _weight_tile(w_ptrs, s_ptrs, exist, K, I, FORMAT, PACKED, M, K, even, dtype)
+                w = _weight_tile(w_ptrs, s_ptrs, exist, K, I, FORMAT, PACKED, M, K, even, four, dtype)
                 acc = tl.dot(w, x1, acc, input_precision="ieee")
             if STEPS > 2:
-                w = _weight_tile(w_ptrs, s_ptrs, exist, 2 * K, I, FORMAT, PACKED, M, K, even, dtype)
+                w = _weight_tile(w_ptrs, s_ptrs, exist, 2 * K, I, FORMAT, PACKED, M, K, even, four, dtype)
                 acc = tl.dot(w, x2, acc, input_precision="ieee")
             if STEPS > 3:
-                w = _weight_tile(w_ptrs, s_ptrs, exist, 3 * K, I, FORMAT, PACKED, M, K, even, dtype)
+                w = _weight_tile(w_ptrs, s_ptrs, exist, 3 * K, I, FORMAT, PACKED, M, K, even, four, dtype)
                 acc = tl.dot(w, x3, acc, input_precision="ieee")
         else:
             for begin in range(0, tl.cdiv(I, 4), K):
-                w = _weight_tile(w_ptrs, s_ptrs, exist, begin, I, FORMAT, PACKED, M, K, even, dtype)
+                w = _weight_tile(w_ptrs, s_ptrs, exist, begin, I, FORMAT, PACKED, M, K, even, four, dtype)
                 x = _hidden_tile(hidden_ptr, routes, live, begin, X_WIDTH, K, whole)
                 acc = tl.dot(w, x, acc, input_precision="ieee")
         out = out_ptr + routes[None, :] * L + rows[:, None]
@@ -397,8 +425,13 @@ def _down_kernel(
 
 
 @triton.jit
-def _planes_kernel(x_ptr, out_ptr, L: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _planes_kernel(
+    x_ptr, out_ptr, L: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """Order each block of 64 columns in four planes, `x[4i + m]` to place `16m + i`; zeros behind the last column."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     p = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column = _column(p, 4)
@@ -409,9 +442,12 @@ def _planes_kernel(x_ptr, out_ptr, L: tl.constexpr, WIDTH: tl.constexpr, BLOCK: 
 @triton.jit
 def _combine_kernel(
     y_ptr, ids_ptr, weights_ptr, out_ptr, first, num_experts, L: tl.constexpr, TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`out[t] = Σ_i weights[t, i] y[t, i]` in fp32, in one order."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < L
@@ -476,9 +512,12 @@ def _scatter(
 @triton.jit(do_not_specialize=["num_routes", "max_tiles", "first"])
 def _sort_kernel(
     ids_ptr, counts_ptr, starts_ptr, ranks_ptr, tiles_ptr, sizes_ptr, order_ptr, first, num_experts, num_routes,
-    max_tiles, N: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+    max_tiles, N: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """All of the sorting in one program, for few routes."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     e = tl.arange(0, EXPERTS)
     tl.store(counts_ptr + e, tl.zeros((EXPERTS,), tl.int32), mask=e < num_experts)
     tl.debug_barrier()
@@ -537,7 +576,7 @@ def sort_routes(ids, first, num_experts, width):
     if num_routes <= ONE_PROGRAM_ROUTES:
         _sort_kernel[(1,)](
             ids, counts, starts, ranks, tiles, filled, order, first, num_experts, num_routes, max_tiles,
-            N=width, EXPERTS=lanes, BLOCK=1024, num_warps=16,
+            N=width, EXPERTS=lanes, BLOCK=1024, **launch_options(ids.device, 16),
         )  # fmt: skip
         return tiles, filled, order
     grid = (triton.cdiv(num_routes, 1024),)
@@ -554,8 +593,8 @@ def choose_path(num_routes, num_experts, dtype, one_order):
     """The first path that is made for so many routes an expert; with `one_order` all give the same bits."""
     if dtype == torch.float32:
         return _PLAIN  # no tensor cores: small tiles
-    path = next(path for path in PATHS if num_routes <= path.routes * num_experts)
-    return path._replace(parts=1) if one_order else path
+    paths = PATHS if one_order else FEW_PATHS + PATHS
+    return next(path for path in paths if num_routes <= path.routes * num_experts)
 
 
 def run(x, ids, weights, store, act_fn, path=None, one_order=False):
@@ -585,7 +624,7 @@ def _run_turn(x, ids, weights, store, act_fn, path, out):
         "PACKED": x.dtype == torch.bfloat16 and is_cuda,
         "PLANES": 4 if packed else 1,
         "SORTED": path.is_sorted,
-        "N": path.width,
+        "WIDTH": path.width,
     }
     if packed:
         w13, w2 = store.w13.view(torch.int16), store.w2.view(torch.int16)
@@ -594,7 +633,9 @@ def _run_turn(x, ids, weights, store, act_fn, path, out):
         x_width, hidden_width = (triton.cdiv(n, 64) * 64 for n in (width, inner))
         planes = x.new_empty(num_tokens, x_width)
         block = min(1024, triton.next_power_of_2(x_width))
-        _planes_kernel[(num_tokens, triton.cdiv(x_width, block))](x, planes, L=width, WIDTH=x_width, BLOCK=block)
+        _planes_kernel[(num_tokens, triton.cdiv(x_width, block))](
+            x, planes, L=width, WIDTH=x_width, BLOCK=block, **launch_options(x.device, 4)
+        )  # fmt: skip
     else:
         w13, w2, s13, s2, g13, g2 = store.w13, store.w2, *(4 * (x,))
         x_width, hidden_width, planes = width, inner, x
@@ -614,21 +655,24 @@ def _run_turn(x, ids, weights, store, act_fn, path, out):
     capped = act_fn.linear_beta is not None
     _gate_up_kernel[(triton.cdiv(2 * hidden_width, up.rows), num_tiles, parts)](
         planes, w13, s13, g13, into, tiles, filled, order, ids, first, num_experts, *act,
-        TOP_K=top_k, CAPPED=capped, X_WIDTH=x_width, OUT_WIDTH=hidden_width, PARTS=parts, UNROLL=unroll,
-        M=up.rows, K=up.words, num_warps=up.warps, num_stages=up.stages, **fixed,
+        TOP_K=top_k, CAPPED=capped, X_WIDTH=x_width, OUT_WIDTH=hidden_width, PARTS=parts, UNROLL=unroll, M=up.rows,
+        N=up.columns or path.width, K=up.words, num_stages=up.stages, **launch_options(x.device, up.warps), **fixed,
     )  # fmt: skip
     if parts > 1:
         block = min(128, triton.next_power_of_2(hidden_width))
         _activate_kernel[(num_routes, triton.cdiv(hidden_width, block))](
-            into, hidden, ids, first, num_experts, *act,
-            WIDTH=hidden_width, PARTS=parts, CAPPED=capped, BLOCK=block, num_warps=1,
+            into, hidden, ids, first, num_experts, *act, WIDTH=hidden_width, PARTS=parts, CAPPED=capped, BLOCK=block,
+            **launch_options(x.device, 1),
         )  # fmt: skip
-    steps = triton.cdiv(hidden_width, 4 * down.words)
+    # columns that do not exist are decoded too
+    fits_half = packed and down.words == 32 and down.repeat > 1 and inner % 128 and not inner % 64
+    words = 16 if fits_half else down.words
+    steps = triton.cdiv(hidden_width, 4 * words)
     blocks = down.repeat if packed and steps <= 4 else 1  # plain weights would not fit shared memory
     _down_kernel[(triton.cdiv(width, down.rows * blocks), num_tiles)](
         hidden, w2, s2, g2, y, tiles, filled, order, ids, first, num_experts,
-        X_WIDTH=hidden_width, BLOCKS=blocks, STEPS=steps if blocks > 1 else 0, M=down.rows, K=down.words,
-        num_warps=down.warps, num_stages=down.stages, **fixed,
+        X_WIDTH=hidden_width, BLOCKS=blocks, STEPS=steps if blocks > 1 else 0, M=down.rows,
+        N=down.columns or path.width, K=words, num_stages=down.stages, **launch_options(x.device, down.warps), **fixed,
     )  # fmt: skip
     _combine(y, ids, weights, store, out)
 
@@ -638,7 +682,7 @@ def _combine(y, ids, weights, store, out):
     width = out.shape[1]
     _combine_kernel[(num_tokens, triton.cdiv(width, 256))](
         y, ids, weights, out, store.first_expert, store.num_experts,
-        L=width, TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), BLOCK=256, num_warps=1,
+        L=width, TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), BLOCK=256, **launch_options(y.device, 1),
     )  # fmt: skip
 
 

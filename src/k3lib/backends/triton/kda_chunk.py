@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _STATE_DTYPES = (None, torch.float32, torch.bfloat16)
-_MAX_EXPONENT = 80.0  # of a decay over a quarter of a chunk, with room below the fp32 limit of 88
+_MAX_EXPONENT = 80.0  # of a decay over half a chunk, with room below the fp32 limit of 88
 
 
 class _Config(NamedTuple):
@@ -32,33 +32,37 @@ class _Config(NamedTuple):
 
     Attributes:
         chunk: tokens a chunk.
-        chunk_columns: key or value columns that the chunk kernel works on at a time.
-        chunk_warps: its warps. Two cover the C / 2 rows of its tiles; more would repeat them.
+        chunk_columns: key columns that the chunk kernel works on at a time.
+        chunk_warps: its warps. Two cover the C rows of its tiles; more would repeat them.
+        chunk_registers: registers a thread of it may have; None leaves that to the compiler.
         chunk_stages: its pipeline stages.
-        summary, compose, output: columns of the state a program holds, warps, stages.
+        summary, compose, output: values of the state a program holds, warps, stages.
+        alone: stages of output where segments leave each multiprocessor one program.
         precision: of matrix products of fp32 operands.
     """
 
     chunk: int
     chunk_columns: int
     chunk_warps: int
+    chunk_registers: int | None
     chunk_stages: int
     summary: tuple[int, int, int]
     compose: tuple[int, int, int]
     output: tuple[int, int, int]
+    alone: int
     precision: str
 
 
 # measured on an H200 (triton 3.6, 2026-11-30) for bfloat16
 _CONFIGS = {
-    "narrow": _Config(64, 16, 2, 4, (64, 4, 3), (32, 4, 3), (64, 4, 3), "tf32"),
-    "wide": _Config(32, 32, 2, 1, (32, 4, 1), (16, 4, 1), (32, 4, 1), "tf32x3"),
+    "narrow": _Config(32, 16, 2, 128, 4, (64, 4, 4), (32, 4, 3), (64, 4, 3), 4, "tf32"),
+    "wide": _Config(16, 32, 2, None, 1, (32, 4, 1), (16, 4, 1), (32, 4, 1), 1, "tf32x3"),
 }
 _PROGRAMS = 132  # programs of the output kernel, one a multiprocessor of an H200
-_SHARED_BYTES = 224 << 10  # of a multiprocessor, less what the compiler adds
+_SHARED_BYTES = 208 << 10  # of a multiprocessor, less what does not grow with the stages
 _MIN_SEGMENTS = 4  # fewer do not pay for the transitions
-_MIN_CHUNKS = 4  # of a segment
-_LONG_SEGMENT = 32  # chunks of a segment from which twice as many programs, in two waves, are faster
+_MIN_CHUNKS = 8  # of a segment
+_LONG_SEGMENT = 64  # chunks of a segment from which twice as many programs, in two waves, are faster
 _MAX_SPLIT_DIM = 128  # the transition of a segment is a tile of key_dim x key_dim in fp32
 
 
@@ -72,7 +76,7 @@ def _num_segments(num_tokens: int, num_requests: int, programs: int, chunk: int)
     return wanted if wanted >= _MIN_SEGMENTS else 1
 
 
-def _fit_stages(stages: int, stage_bytes: int, other_bytes: int) -> int:
+def _fit_stages(stages: int, stage_bytes: int, other_bytes: int = 0) -> int:
     """Stages of a pipeline that shared memory holds."""
     return max(1, min(stages, (_SHARED_BYTES - other_bytes) // stage_bytes))
 
@@ -154,6 +158,7 @@ def _run(
     saves: StateSaves | None,
 ) -> Tensor:
     from k3lib.backends.triton import kda_chunk_kernels as kernels
+    from k3lib.backends.triton.launch import launch_options
 
     num_tokens, heads, value_dim = v.shape
     key_dim, num_requests, device = k.shape[-1], cu_seqlens.numel() - 1, v.device
@@ -174,66 +179,69 @@ def _run(
 
     table = torch.empty(num_chunks, 4, dtype=torch.int32, device=device)
     begins = torch.empty(num_requests + 1, dtype=torch.int32, device=device)
-    signs = torch.empty(4, size // 2, size // 2, dtype=torch.float16, device=device)
+    signs = torch.empty(size + 16, size, dtype=torch.float16, device=device)
     kernels._plan_kernel[(num_pieces + 1,)](
-        cu_seqlens, pieces, table, begins, signs, num_requests, num_pieces, SAVES=saved, C=size, N=128, num_warps=1
-    )
+        cu_seqlens, pieces, table, begins, signs, num_requests, num_pieces, SAVES=saved, C=size, N=128,
+        **launch_options(device, 1),
+    )  # fmt: skip
     dtype = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
-    tiles = (num_chunks, heads, size)
-    wq = torch.empty(num_chunks, heads, 2, size, key_dim, dtype=dtype, device=device)
-    k_out = torch.empty(*tiles, key_dim, dtype=dtype, device=device)
-    u0 = torch.empty(*tiles, value_dim, dtype=dtype, device=device)
-    pairs = torch.empty(*tiles, size, dtype=dtype, device=device)
-    decay = torch.empty(num_chunks, heads, key_dim, dtype=torch.float32, device=device)
-    # room for the diagonal blocks of the triangular systems: that of u0, which is written last, where it is wide enough
-    wide = value_dim * dtype.itemsize >= 16 * 4
-    scratch = u0.view(torch.float32) if wide else torch.empty(*tiles, 16, dtype=torch.float32, device=device)
+    qk_in = torch.empty(num_chunks, heads, 2, size, key_dim, dtype=dtype, device=device)
+    k_out = torch.empty(num_chunks, heads, size, key_dim, dtype=dtype, device=device)
+    pairs = torch.empty(num_chunks, heads, 2, size, size, dtype=dtype, device=device)
+    decay = torch.empty(num_chunks, heads, 2, key_dim, dtype=torch.float32, device=device)
     inverse_bound = 1 / (-params.lower_bound * math.log2(math.e)) if params.lower_bound else 1e30
     kernels._chunk_kernel[(num_chunks * heads,)](
-        q, k, v, gate, beta, params.A_log.contiguous(), params.dt_bias.contiguous(), table, begins, signs,
-        wq, u0, k_out, pairs, decay, scratch,
-        num_requests, heads, scratch.shape[-2] * scratch.shape[-1],
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *gate.stride()[:2], *beta.stride(),
+        q, k, gate, beta, params.A_log.contiguous(), params.dt_bias.contiguous(), table, begins, signs,
+        qk_in, k_out, pairs, decay, pairs.view(torch.float32),  # which holds the diagonal blocks of the systems first
+        num_requests, heads,
+        *q.stride()[:2], *k.stride()[:2], *gate.stride()[:2], *beta.stride(),
         inverse_bound, scale,
-        **shape, S=min(config.chunk_columns, key_dim), SV=min(config.chunk_columns, value_dim),
-        LEVELS=(size // 32).bit_length() - 1, PRECISION=precision,
-        num_warps=config.chunk_warps, num_stages=config.chunk_stages,
+        C=size, K=key_dim, S=min(config.chunk_columns, key_dim), LEVELS=(size // 16).bit_length() - 1,
+        PRECISION=precision,
+        num_stages=config.chunk_stages, **launch_options(device, config.chunk_warps, config.chunk_registers),
     )  # fmt: skip
 
     width, warps, stages = config.output
     width = columns(width)
-    bytes_o = (key_dim + size) * width * dtype.itemsize
-    stages = _fit_stages(stages, (3 * key_dim + size) * size * dtype.itemsize, bytes_o)
-    split = split and key_dim <= _MAX_SPLIT_DIM
-    segments = _num_segments(num_tokens, num_requests, heads * (value_dim // width), size) if split else 1
+    programs = heads * (value_dim // width)
+    segments = 1
+    if split and key_dim <= _MAX_SPLIT_DIM:
+        segments = _num_segments(num_tokens, num_requests, programs, size)
+    is_alone = segments > 1 and segments * num_requests * programs <= _PROGRAMS
+    # bytes of a chunk that both kernels below read, then what one of them reads
+    per_chunk = (2 * key_dim + size + width) * size * dtype.itemsize + 8 * key_dim
+    bytes_o = width * key_dim * 4 if saved else 0  # through which a state is stored between chunks
+    stages = config.alone if is_alone else stages
+    stages = _fit_stages(stages, per_chunk + (key_dim + size) * size * dtype.itemsize, bytes_o)
     carry = None
     if segments > 1:
         carry = torch.empty(num_requests, segments, heads, value_dim, key_dim, dtype=torch.float32, device=device)
         transition = torch.empty(num_requests, segments, heads, key_dim, key_dim, dtype=torch.float32, device=device)
         width_s, warps_s, stages_s = config.summary
         width_s = columns(width_s)
-        bytes_s = (key_dim + size) * width_s * dtype.itemsize
-        stages_s = _fit_stages(stages_s, 2 * key_dim * size * dtype.itemsize, bytes_s)
+        stages_s = _fit_stages(stages_s, per_chunk)
         grid = ((segments - 1) * num_requests * heads * ((key_dim + value_dim) // width_s),)
         kernels._summary_kernel[grid](
-            wq, u0, k_out, decay, begins, state, slots, carry, transition,
-            num_requests, num_slots, heads, segments,
-            **shape, N=width_s, STATE=state is not None, PRECISION=precision, num_warps=warps_s, num_stages=stages_s,
+            v, qk_in, k_out, pairs, decay, table, begins, state, slots, carry, transition,
+            *v.stride()[:2], num_requests, num_slots, heads, segments,
+            **shape, N=width_s, STATE=state is not None, SAVES=saved, PRECISION=precision, STAGES=stages_s,
+            **launch_options(device, warps_s),
         )  # fmt: skip
         if segments > 2:
             width_c, warps_c, stages_c = config.compose
             width_c = columns(width_c)
-            stages_c = _fit_stages(stages_c, key_dim * key_dim * 4, key_dim * width_c * 4)
+            stages_c = _fit_stages(stages_c, key_dim * key_dim * 4)
             kernels._compose_kernel[(num_requests * heads * (value_dim // width_c),)](
                 carry, transition, begins, num_requests, heads, segments,
-                K=key_dim, V=value_dim, N=width_c, PRECISION=precision, num_warps=warps_c, num_stages=stages_c,
+                K=key_dim, V=value_dim, N=width_c, PRECISION=precision, num_stages=stages_c,
+                **launch_options(device, warps_c),
             )  # fmt: skip
     kernels._output_kernel[(segments * num_requests * heads * (value_dim // width),)](
-        wq, u0, k_out, pairs, decay, table, begins, out, state, slots,
+        v, qk_in, k_out, pairs, decay, table, begins, out, state, slots,
         None if saves is None else saves.slots, carry,
-        num_requests, num_slots, heads, segments,
+        *v.stride()[:2], num_requests, num_slots, heads, segments,
         **shape, N=width, STATE=state is not None, SAVES=saved, SPLIT=segments > 1, PRECISION=precision,
-        num_warps=warps, num_stages=stages,
+        STAGES=stages, **launch_options(device, warps),
     )  # fmt: skip
     return out
 
@@ -258,9 +266,9 @@ def _config(v: Tensor, lower_bound: float | None) -> _Config | None:
     config = _CONFIGS["narrow" if v.dtype == torch.bfloat16 else "wide"]
     if lower_bound is None or lower_bound > 0:
         return None
-    if -lower_bound * config.chunk / 4 > _MAX_EXPONENT:
-        config = config._replace(chunk=32)
-    return config if -lower_bound * config.chunk / 4 <= _MAX_EXPONENT else None
+    if -lower_bound * config.chunk / 2 > _MAX_EXPONENT:
+        config = config._replace(chunk=16)
+    return config if -lower_bound * config.chunk / 2 <= _MAX_EXPONENT else None
 
 
 @register(kda_chunk, name="triton", priority=10, supports=_supports, **OPTIONS)

@@ -3,23 +3,27 @@
 Shapes: T packed tokens, B requests, H heads, K key dim, V value dim, C tokens a chunk, J segments a request.
 
 1. `_chunk_kernel`, a program a chunk and head: decays, normalised q and k, the pair matrices, the inverse of the
-   triangular system. It leaves what a state S turns into results with: `u = u0 + w S`, `o = q_in S + pairs u`,
-   `S' = decay S + k_outᵀ u` (S key first here, w already negated; `wq` holds w, then q_in).
+   triangular system. It leaves what a state S `[V, K]` turns into results with: `M = S e^{mid}`,
+   `u = (v - M k_inᵀ) solveᵀ`, `o = M q_inᵀ + u pairsᵀ`, `S' = (M + u k_out) e^{end - mid}`, u, v and o `[V, C]`
+   (`qk_in` holds k_in, then q_in; `pairs` q with k, then `solve`; `decay` both factors).
 2. Long requests among few heads are cut into J segments. `_summary_kernel` runs each segment from zero (the first one
    from the true state) and its transition on the identity; `_compose_kernel` chains the few results.
 3. `_output_kernel` runs each segment, or the whole request, from its true state and writes outputs and states.
 
-Decays: with a bounded gate the running log decay of half a chunk, taken from its middle, spans ±C/4 · bound, so
-`e^{G_i - mid}` and `e^{mid - G_j}` are representable and pairs of tokens are one matrix product. The sums themselves
-are products with matrices of 0 and ±1, of logs in fp16 terms: one (11 bits, as the factors have 8) for bf16, else two.
-Bound: phase 1 by latency at 8 warps a multiprocessor (registers) and by its exponentials, phases 2 and 3 by the serial
-chain of two dependent products a chunk. State blocks live in registers; tiles stream through shared memory.
+Decays: with a bounded gate the running log decay G of a chunk, taken from its middle, spans ±C/2 · bound, so that
+`e^{G_i - mid}` (q_in, k_in) and `e^{mid - G_j}` (k_out) are representable and pairs of tokens are one product. The
+sums themselves are products with matrices of 0 and ±1, of logs in fp16 terms: one (11 bits, as the factors have 8) for
+bf16, else two.
+Bound: phase 1 by latency and instructions, phases 2 and 3 by the serial chain of dependent products of a chunk. There
+the state is the left operand of every product and stays in registers, as do u and its products; what a chunk reads is
+under way two chunks before.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK = tl.constexpr(16)  # rows that are solved by substitution; larger blocks are merged by products
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -56,25 +60,27 @@ def _count_chunks(cu_seqlens, pieces, index, mask, SAVES: tl.constexpr, C: tl.co
 )
 def _plan_kernel(
     cu_seqlens, pieces, table, begins, signs, num_requests, num_pieces,
-    SAVES: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
+    SAVES: tl.constexpr, C: tl.constexpr, N: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Rows (first token, tokens, save) of the chunk table, the first chunk of each request, the matrices of sums.
 
-    `signs` are four 0, 1 and -1 matrices that turn the log decays of half a chunk into exponents of its tokens: since
-    the start, to the end, since the middle (negative before it), all.
+    `signs` are matrices of 0, 1 and -1 that turn the negated log decays of a chunk into sums: `[C, C]`, of each token
+    since the middle (the other way before it), then `[16, C]`, until the middle, and after it, and nothing.
     """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     piece = tl.program_id(0)
     if piece == num_pieces:
-        half: tl.constexpr = C // 2
-        i = tl.arange(0, half)[:, None]
-        t = tl.arange(0, half)[None, :]
-        at = signs + i * half + t
-        late = (t >= half // 2) & (t <= i)
-        early = (t < half // 2) & (t > i)
-        tl.store(at, (t <= i).to(tl.float16))
-        tl.store(at + half * half, (t > i).to(tl.float16))
-        tl.store(at + 2 * half * half, late.to(tl.float16) - early.to(tl.float16))
-        tl.store(at + 3 * half * half, (t + i >= 0).to(tl.float16))
+        i = tl.arange(0, C)[:, None]
+        t = tl.arange(0, C)[None, :]
+        at = signs + i * C + t
+        late = (t > C // 2) & (t <= i)
+        early = (t <= C // 2) & (t > i)
+        tl.store(at, early.to(tl.float16) - late.to(tl.float16))
+        i = tl.arange(0, 16)[:, None]
+        ends = ((i == 0) & (t <= C // 2)) | ((i == 1) & (t > C // 2))
+        tl.store(signs + C * C + i * C + t, -ends.to(tl.float16))
         return
     lanes = tl.arange(0, N)
     before = tl.zeros([N], dtype=tl.int32)
@@ -99,13 +105,13 @@ def _plan_kernel(
 
 
 @triton.jit
-def _log_decay(gate, at, live, bias, rate, inverse_bound):
-    """log2 of the decays as one fp16 term, and what it leaves: 22 bits together."""
-    logits = tl.load(gate + at, mask=live, other=float("-inf")).to(tl.float32)
+def _forgets(gate, at, live, bias, rate, inverse_bound):
+    """Negated log2 of the decays as one fp16 term, and what it leaves: 22 bits together."""
+    logits = tl.load(gate + at, mask=live, other=0.0).to(tl.float32)
     root = tl.rsqrt(inverse_bound + inverse_bound * tl.exp2(rate * logits + bias))
-    g = -root * root
+    g = root * root
     high = g.to(tl.float16)
-    return g, high, (g - high.to(tl.float32)).to(tl.float16)
+    return high, (g - high.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
@@ -146,25 +152,20 @@ def _sums(signs, high, low, EXACT: tl.constexpr):
     return sums
 
 
-@triton.jit
-def _sums_and(sums, signs, high, low, EXACT: tl.constexpr):
-    sums = tl.dot(signs, high, acc=sums)
-    if EXACT:
-        sums = tl.dot(signs, low, acc=sums)
-    return sums
-
-
 @triton.jit(do_not_specialize=["num_requests"])
 def _chunk_kernel(
-    q, k, v, gate, beta, A_log, dt_bias, table, begins, signs,
-    wq, u0, k_out, pairs, decay, scratch,
-    num_requests, heads, scratch_tile,
-    q_token, q_head, k_token, k_head, v_token, v_head, gate_token, gate_head, beta_token, beta_head,
+    q, k, gate, beta, A_log, dt_bias, table, begins, signs,
+    qk_in, k_out, pairs, decay, scratch,
+    num_requests, heads,
+    q_token, q_head, k_token, k_head, gate_token, gate_head, beta_token, beta_head,
     inverse_bound, scale,
-    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, S: tl.constexpr, SV: tl.constexpr, LEVELS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    C: tl.constexpr, K: tl.constexpr, S: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Everything of a chunk that does not depend on the state, in two halves: suffix 0 and 1."""
+    """Everything of a chunk that does not depend on the state."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     pid = tl.program_id(0)
     chunk = pid // heads
     head = pid % heads
@@ -172,142 +173,110 @@ def _chunk_kernel(
         return
     first = tl.load(table + chunk * 4).to(tl.int64)
     count = tl.load(table + chunk * 4 + 1)
-    dot: tl.constexpr = wq.dtype.element_ty
+    dot: tl.constexpr = qk_in.dtype.element_ty
     EXACT: tl.constexpr = dot != tl.bfloat16
-    H: tl.constexpr = C // 2
-    i = tl.arange(0, H)
-    j = tl.arange(0, H)[None, :]
-    live0 = (i < count)[:, None]
-    live1 = (i + H < count)[:, None]
+    i = tl.arange(0, C)
+    j = tl.arange(0, C)[None, :]
+    live = (i < count)[:, None]
     tile = chunk.to(tl.int64) * heads + head
     q += first * q_token + head * q_head
     k += first * k_token + head * k_head
-    v += first * v_token + head * v_head
     gate += first * gate_token + head * gate_head
     beta += first * beta_token + head * beta_head
-    w = wq + tile * (2 * C * K)
-    q_in = w + C * K
+    k_in = qk_in + tile * (2 * C * K)
+    q_in = k_in + C * K
     k_out += tile * (C * K)
-    u0 += tile * (C * V)
-    pairs += tile * (C * C)
+    pairs += tile * (2 * C * C)
+    decay += tile * (2 * K)
     at_q = i[:, None] * q_token
     at_k = i[:, None] * k_token
-    at_v = i[:, None] * v_token
     at_gate = i[:, None] * gate_token
-    written0 = tl.load(beta + i * beta_token, mask=i < count, other=0.0)
-    written1 = tl.load(beta + (i + H) * beta_token, mask=i + H < count, other=0.0)
-    strength0 = tl.sigmoid(written0.to(tl.float32))[:, None]
-    strength1 = tl.sigmoid(written1.to(tl.float32))[:, None]
-
+    written = tl.load(beta + i * beta_token, mask=i < count, other=0.0)
+    strength = tl.sigmoid(written.to(tl.float32))
     every = tl.arange(0, K)[None, :]
-    k_norm0 = _inverse_norm(k, at_k + every, live0)
-    k_norm1 = _inverse_norm(k, at_k + every + H * k_token, live1)
-    q_norm0 = _inverse_norm(q, at_q + every, live0) * scale
-    q_norm1 = _inverse_norm(q, at_q + every + H * q_token, live1) * scale
+    k_norm = _inverse_norm(k, at_k + every, live)
+    q_norm = _inverse_norm(q, at_q + every, live) * scale
     rate = -LOG2_E * tl.exp(tl.load(A_log + head))
-    up_to = tl.load(signs + i[:, None] * H + j)
-    beyond = tl.load(signs + H * H + i[:, None] * H + j)
-    since_middle = tl.load(signs + 2 * H * H + i[:, None] * H + j)
-    all_of = tl.load(signs + 3 * H * H + i[:, None] * H + j)
-    k_pairs0 = tl.zeros([H, H], dtype=tl.float32)
-    k_pairs1 = tl.zeros([H, H], dtype=tl.float32)
-    k_cross = tl.zeros([H, H], dtype=tl.float32)
-    q_pairs0 = tl.zeros([H, H], dtype=tl.float32)
-    q_pairs1 = tl.zeros([H, H], dtype=tl.float32)
-    q_cross = tl.zeros([H, H], dtype=tl.float32)
+    bounds = tl.where(live, inverse_bound, 1e38)  # tokens that are not there forget nothing
+    at_pair = i[:, None] * C + j
+    since_middle = tl.load(signs + at_pair)
+    end = tl.arange(0, 16)[:, None]
+    until = tl.load(signs + C * C + end * C + j)
+    k_pairs = tl.zeros([C, C], dtype=tl.float32)
+    q_pairs = tl.zeros([C, C], dtype=tl.float32)
     for part in range(0, K, S):
         col = part + tl.arange(0, S)
         at = i[:, None] * K + col[None, :]
         bias = rate * tl.load(dt_bias + head * K + col)[None, :]
-        g0, high0, low0 = _log_decay(gate, at_gate + col[None, :], live0, bias, rate, inverse_bound)
-        g1, high1, low1 = _log_decay(gate, at_gate + H * gate_token + col[None, :], live1, bias, rate, inverse_bound)
-        tl.store(decay + tile * K + col, tl.exp2(tl.sum(g0 + g1, axis=0)))
-        keys0 = tl.load(k + at_k + col[None, :], mask=live0, other=0.0).to(tl.float32) * k_norm0
-        asked0 = tl.load(q + at_q + col[None, :], mask=live0, other=0.0).to(tl.float32) * q_norm0
-        keys1 = tl.load(k + at_k + H * k_token + col[None, :], mask=live1, other=0.0).to(tl.float32) * k_norm1
-        asked1 = tl.load(q + at_q + H * q_token + col[None, :], mask=live1, other=0.0).to(tl.float32) * q_norm1
-
-        growth = tl.exp2(_sums(up_to, high0, low0, EXACT))
-        tl.store(w + at, (keys0 * growth * strength0).to(dot))
-        tl.store(q_in + at, (asked0 * growth).to(dot))
-        sums = _sums(beyond, high0, low0, EXACT)
-        right = tl.trans((keys0 * tl.exp2(sums)).to(dot))
-        tl.store(k_out + at, (keys0 * tl.exp2(_sums_and(sums, all_of, high1, low1, EXACT))).to(dot))
-        sums = _sums(up_to, high1, low1, EXACT)
+        high, low = _forgets(gate, at_gate + col[None, :], live, bias, rate, bounds)
+        keys = tl.load(k + at_k + col[None, :], mask=live, other=0.0).to(tl.float32) * k_norm
+        asked = tl.load(q + at_q + col[None, :], mask=live, other=0.0).to(tl.float32) * q_norm
+        ends = tl.exp2(_sums(until, high, low, EXACT))
+        tl.store(decay + end * K + col[None, :], ends, mask=end < 2)
+        sums = _sums(since_middle, high, low, EXACT)
         growth = tl.exp2(sums)
-        k_cross = tl.dot((keys1 * growth).to(dot), right, acc=k_cross, input_precision=PRECISION)
-        q_cross = tl.dot((asked1 * growth).to(dot), right, acc=q_cross, input_precision=PRECISION)
-        growth = tl.exp2(_sums_and(sums, all_of, high0, low0, EXACT))
-        tl.store(w + H * K + at, (keys1 * growth * strength1).to(dot))
-        tl.store(q_in + H * K + at, (asked1 * growth).to(dot))
-        tl.store(k_out + H * K + at, (keys1 * tl.exp2(_sums(beyond, high1, low1, EXACT))).to(dot))
-
-        sums = _sums(since_middle, high0, low0, EXACT)
-        growth = tl.exp2(sums)
-        right = tl.trans((keys0 * tl.exp2(-sums)).to(dot))
-        k_pairs0 = tl.dot((keys0 * growth).to(dot), right, acc=k_pairs0, input_precision=PRECISION)
-        q_pairs0 = tl.dot((asked0 * growth).to(dot), right, acc=q_pairs0, input_precision=PRECISION)
-        sums = _sums(since_middle, high1, low1, EXACT)
-        growth = tl.exp2(sums)
-        right = tl.trans((keys1 * tl.exp2(-sums)).to(dot))
-        k_pairs1 = tl.dot((keys1 * growth).to(dot), right, acc=k_pairs1, input_precision=PRECISION)
-        q_pairs1 = tl.dot((asked1 * growth).to(dot), right, acc=q_pairs1, input_precision=PRECISION)
-    at_pair = i[:, None] * C + j
-    causal = i[:, None] >= j
-    tl.store(pairs + at_pair, tl.where(causal, q_pairs0, 0.0).to(dot))
-    tl.store(pairs + H + at_pair, tl.zeros([H, H], dtype=dot))
-    tl.store(pairs + H * C + at_pair, q_cross.to(dot))
-    tl.store(pairs + H * C + H + at_pair, tl.where(causal, q_pairs1, 0.0).to(dot))
+        left = (keys * growth).to(dot)
+        asked = (asked * growth).to(dot)
+        right = (keys * tl.exp2(-sums)).to(dot)
+        tl.store(k_in + at, left)
+        tl.store(q_in + at, asked)
+        tl.store(k_out + at, right)
+        right = tl.trans(right)
+        k_pairs = tl.dot(left, right, acc=k_pairs, input_precision=PRECISION)
+        q_pairs = tl.dot(asked, right, acc=q_pairs, input_precision=PRECISION)
+    q_pairs = tl.where(i[:, None] >= j, q_pairs, 0.0).to(dot)
 
     # (1 + system)⁻¹: substitution inside diagonal blocks, all columns at once, j innermost; then merges of neighbours
-    system0 = tl.where(i[:, None] > j, k_pairs0 * strength0, 0.0)
-    system1 = tl.where(i[:, None] > j, k_pairs1 * strength1, 0.0)
-    cross = k_cross * strength1
-    blocks = scratch + tile * scratch_tile
+    system = tl.where(i[:, None] > j, k_pairs * strength[:, None], 0.0)
+    blocks = scratch + tile * (2 * C * C * dot.primitive_bitwidth // 32)  # where `pairs` of this tile will be
     same_block = (i[:, None] // BLOCK) == (j // BLOCK)
     at_block = i[:, None] * BLOCK + j % BLOCK
-    tl.store(blocks + at_block, system0, mask=same_block)
-    tl.store(blocks + H * BLOCK + at_block, system1, mask=same_block)
+    tl.store(blocks + at_block, system, mask=same_block)
     tl.debug_barrier()
-    n = tl.arange(0, C)
-    b = tl.arange(0, BLOCK)
-    solved = tl.where(b[None, :] == (n % BLOCK)[:, None], 1.0, 0.0)
+    b = tl.arange(0, BLOCK)[None, :]
+    top = (i // BLOCK) * BLOCK
+    solved = tl.where(b == (i % BLOCK)[:, None], 1.0, 0.0)
     for step in tl.static_range(1, BLOCK):
-        known = tl.load(blocks + ((n // BLOCK) * BLOCK + step)[:, None] * BLOCK + b[None, :])
-        solved = tl.where(b[None, :] == step, solved - tl.sum(known * solved, axis=1)[:, None], solved)
+        known = tl.load(blocks + (top + step)[:, None] * BLOCK + b)
+        solved = tl.where(b == step, solved - tl.sum(known * solved, axis=1)[:, None], solved)
     tl.debug_barrier()
-    tl.store(blocks + ((n // BLOCK) * BLOCK)[:, None] * BLOCK + b[None, :] * BLOCK + (n % BLOCK)[:, None], solved)
+    tl.store(blocks + (top[:, None] + b) * BLOCK + (i % BLOCK)[:, None], solved)
     tl.debug_barrier()
-    inverse0 = tl.load(blocks + at_block, mask=same_block, other=0.0)
-    inverse1 = tl.load(blocks + H * BLOCK + at_block, mask=same_block, other=0.0)
+    inverse = tl.load(blocks + at_block, mask=same_block, other=0.0)
+    tl.debug_barrier()
     for level in tl.static_range(LEVELS):
-        inverse0 = _merge(inverse0, system0, 16 << level, PRECISION)
-        inverse1 = _merge(inverse1, system1, 16 << level, PRECISION)
-    cross = _product(cross, inverse0, PRECISION)
-    cross = -_product(inverse1, cross, PRECISION)
+        inverse = _merge(inverse, system, BLOCK << level, PRECISION)
+    tl.store(pairs + at_pair, q_pairs)
+    tl.store(pairs + C * C + at_pair, (inverse * strength[None, :]).to(dot))
 
-    solve0 = inverse0.to(dot)
-    solve1 = inverse1.to(dot)
-    across = cross.to(dot)
-    for part in range(0, K, S):
-        at_row = i[:, None] * K + part + tl.arange(0, S)[None, :]
-        upper = tl.load(w + at_row)
-        lower = tl.load(w + H * K + at_row)
-        tl.store(w + at_row, (-tl.dot(solve0, upper, input_precision=PRECISION)).to(dot))
-        answers = tl.dot(across, upper, input_precision=PRECISION)
-        answers = tl.dot(solve1, lower, acc=answers, input_precision=PRECISION)
-        tl.store(w + H * K + at_row, (-answers).to(dot))
-    for part in range(0, V, SV):
-        col_v = part + tl.arange(0, SV)[None, :]
-        at_out = i[:, None] * V + col_v
-        upper = tl.load(v + at_v + col_v, mask=live0, other=0.0)
-        lower = tl.load(v + at_v + H * v_token + col_v, mask=live1, other=0.0)
-        upper = (upper.to(tl.float32) * strength0).to(dot)
-        lower = (lower.to(tl.float32) * strength1).to(dot)
-        tl.store(u0 + at_out, tl.dot(solve0, upper, input_precision=PRECISION).to(dot))
-        answers = tl.dot(across, upper, input_precision=PRECISION)
-        answers = tl.dot(solve1, lower, acc=answers, input_precision=PRECISION)
-        tl.store(u0 + H * V + at_out, answers.to(dot))
+
+@triton.jit
+def _limit(table, end):
+    """The token behind the last one of the chunks before `end`."""
+    return tl.load(table + (end - 1) * 4) + tl.load(table + (end - 1) * 4 + 1)
+
+
+@triton.jit
+def _tokens(table, chunk, token, limit, SAVES: tl.constexpr, C: tl.constexpr):
+    """First token of a chunk, and how many it has; `token` is right where no save shortens a chunk before."""
+    count = tl.minimum(limit - token, C)
+    if SAVES:
+        token = tl.load(table + chunk * 4)
+        count = tl.load(table + chunk * 4 + 1)
+    return token.to(tl.int64), count
+
+
+@triton.jit
+def _advance(s, k_in, values, solve, until_middle, PRECISION: tl.constexpr):
+    """The state `[V, K]` at the middle of a chunk, and u of its tokens `[V, C]` as an operand."""
+    dot: tl.constexpr = k_in.dtype
+    held = s * until_middle[None, :]
+    # values are an operand, since the compiler reads operands ahead into shared memory
+    solve = tl.trans(solve)
+    u = tl.dot(tl.trans(values.to(dot)), solve, input_precision=PRECISION)
+    known = tl.dot(held.to(dot), tl.trans(k_in), input_precision=PRECISION)
+    u = tl.dot((-known).to(dot), solve, acc=u, input_precision=PRECISION)
+    return held, u.to(dot)
 
 
 @triton.jit(
@@ -315,11 +284,15 @@ def _chunk_kernel(
     do_not_specialize_on_alignment=["slots"],
 )
 def _summary_kernel(
-    wq, u0, k_out, decay, begins, state, slots, carry, transition,
-    num_requests, num_slots, heads, num_segments,
-    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, STATE: tl.constexpr, PRECISION: tl.constexpr,
+    v, qk_in, k_out, pairs, decay, table, begins, state, slots, carry, transition,
+    v_token, v_head, num_requests, num_slots, heads, num_segments,
+    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, STATE: tl.constexpr, SAVES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """State after each segment but the last from zero (true for the first), and the transition of all but the first."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     blocks: tl.constexpr = (K + V) // N
     pid = tl.program_id(0)
     block = pid % blocks
@@ -332,47 +305,48 @@ def _summary_kernel(
     is_value = block < V // N
     if (begin + (segment + 1) * span >= end) | ((segment == 0) & (not is_value)):
         return
-    dot: tl.constexpr = wq.dtype.element_ty
     i = tl.arange(0, C)
+    j = tl.arange(0, C)
     row = tl.arange(0, K)
     col = block * N + tl.arange(0, N)
-    at = row[:, None] + col[None, :] * K
-    s = tl.where(row[:, None] == (col - V)[None, :], 1.0, 0.0)
+    at = col[:, None] * K + row[None, :]
+    s = tl.where(row[None, :] == (col - V)[:, None], 1.0, 0.0)
     if STATE:
         slot = tl.load(slots + request).to(tl.int64)
         known = (slot > 0) & (slot < num_slots) & (segment == 0) & is_value
         s += tl.load(state + (slot * heads + head) * (K * V) + at, mask=known, other=0.0).to(tl.float32)
     start = begin + segment * span
-    stop = start + span
-    tile = head.to(tl.int64) + start * heads
-    # read a chunk ahead: the compiler only does so for tiles that are operands
-    keep_next = tl.load(decay + tile * K + row)
-    u_next = tl.load(u0 + (tile * C + i)[:, None] * V + col[None, :], mask=is_value, other=0.0)
-    for chunk in range(start, stop):
+    first = tl.load(table + start * 4)
+    limit = _limit(table, end)
+    v += head * v_head + col[None, :]
+    for chunk in tl.range(start, start + span, num_stages=STAGES):
         tile = head.to(tl.int64) + chunk * heads
         at_k = (tile * C + i)[:, None] * K + row[None, :]
-        u = u_next.to(tl.float32)
-        keep = keep_next
-        ahead = tile + heads
-        more = chunk + 1 < stop
-        keep_next = tl.load(decay + ahead * K + row, mask=more, other=0.0)
-        u_next = tl.load(u0 + (ahead * C + i)[:, None] * V + col[None, :], mask=is_value & more, other=0.0)
-        u = tl.dot(tl.load(wq + tile * (C * K) + at_k), s.to(dot), acc=u, input_precision=PRECISION)
-        s = tl.dot(tl.trans(tl.load(k_out + at_k)), u.to(dot), acc=s * keep[:, None], input_precision=PRECISION)
+        token, count = _tokens(table, chunk, first + (chunk - start) * C, limit, SAVES, C)
+        live = (i < count)[:, None] & is_value
+        values = tl.load(v + (token + i)[:, None] * v_token, mask=live, other=0.0)
+        solve = tl.load(pairs + (2 * tile + 1) * (C * C) + i[:, None] * C + j[None, :])
+        until_middle = tl.load(decay + tile * (2 * K) + row)
+        held, new = _advance(s, tl.load(qk_in + tile * (C * K) + at_k), values, solve, until_middle, PRECISION)
+        s = tl.dot(new, tl.load(k_out + at_k), acc=held, input_precision=PRECISION)
+        s *= tl.load(decay + tile * (2 * K) + K + row)[None, :]
     place = ((request * num_segments + segment + 1) * heads + head).to(tl.int64)
     if is_value:
         tl.store(carry + place * (K * V) + at, s)
     else:
         place -= heads
-        tl.store(transition + place * (K * K) + row[:, None] * K + (col - V)[None, :], s)
+        tl.store(transition + place * (K * K) + (col - V)[:, None] * K + row[None, :], s)
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_segments"])
 def _compose_kernel(
     carry, transition, begins, num_requests, heads, num_segments,
-    K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Turn the states after single segments into the states before them."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     blocks: tl.constexpr = V // N
     pid = tl.program_id(0)
     block = pid % blocks
@@ -381,7 +355,7 @@ def _compose_kernel(
     count = tl.load(begins + request + 1) - tl.load(begins + request)
     span = tl.cdiv(count, num_segments)
     row = tl.arange(0, K)
-    at = row[:, None] + (block * N + tl.arange(0, N))[None, :] * K
+    at = (block * N + tl.arange(0, N))[:, None] * K + row[None, :]
     at_t = row[:, None] * K + row[None, :]
     place = ((request * num_segments) * heads + head).to(tl.int64)
     s = tl.load(carry + (place + heads) * (K * V) + at, mask=span < count, other=0.0)
@@ -390,7 +364,7 @@ def _compose_kernel(
     for segment in range(1, used - 1):
         here = place + segment * heads
         change = tl.load(transition + here * (K * K) + at_t)
-        s = tl.dot(change, s, acc=after, input_precision=PRECISION)
+        s = tl.dot(s, change, acc=after, input_precision=PRECISION)
         after = tl.load(carry + (here + 2 * heads) * (K * V) + at, mask=segment + 2 < used, other=0.0)
         tl.store(carry + (here + heads) * (K * V) + at, s)
 
@@ -400,11 +374,15 @@ def _compose_kernel(
     do_not_specialize_on_alignment=["slots", "save_slots"],
 )
 def _output_kernel(
-    wq, u0, k_out, pairs, decay, table, begins, out, state, slots, save_slots, carry,
-    num_requests, num_slots, heads, num_segments,
+    v, qk_in, k_out, pairs, decay, table, begins, out, state, slots, save_slots, carry,
+    v_token, v_head, num_requests, num_slots, heads, num_segments,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
-    STATE: tl.constexpr, SAVES: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    STATE: tl.constexpr, SAVES: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     blocks: tl.constexpr = V // N
     pid = tl.program_id(0)
     block = pid % blocks
@@ -421,13 +399,12 @@ def _output_kernel(
         stop = tl.minimum(start + span, end)
     if start >= stop:
         return
-    dot: tl.constexpr = wq.dtype.element_ty
     i = tl.arange(0, C)
     j = tl.arange(0, C)
     row = tl.arange(0, K)
     col = block * N + tl.arange(0, N)
-    at = head.to(tl.int64) * (K * V) + row[:, None] + col[None, :] * K
-    s = tl.zeros([K, N], dtype=tl.float32)
+    at = head.to(tl.int64) * (K * V) + col[:, None] * K + row[None, :]
+    s = tl.zeros([N, K], dtype=tl.float32)
     slot = tl.full([], 0, tl.int64)
     if STATE:
         slot = tl.load(slots + request).to(tl.int64)
@@ -436,35 +413,28 @@ def _output_kernel(
     if SPLIT:
         place = (request * num_segments + segment).to(tl.int64) * heads
         s += tl.load(carry + place * (K * V) + at, mask=segment > 0, other=0.0)
-    tile = head.to(tl.int64) + start * heads
-    # read a chunk ahead: the compiler only does so for tiles that are operands
-    keep_next = tl.load(decay + tile * K + row)
-    u_next = tl.load(u0 + (tile * C + i)[:, None] * V + col[None, :])
-    token_next = tl.load(table + start * 4)
-    count_next = tl.load(table + start * 4 + 1)
-    for chunk in range(start, stop):
+    first = tl.load(table + start * 4)
+    limit = _limit(table, end)
+    v += head * v_head + col[None, :]
+    for chunk in tl.range(start, stop, num_stages=STAGES):
         tile = head.to(tl.int64) + chunk * heads
         at_k = (tile * C + i)[:, None] * K + row[None, :]
-        u = u_next.to(tl.float32)
-        keep = keep_next
-        token = token_next.to(tl.int64) + i
-        count = count_next
-        ahead = tile + heads
-        more = chunk + 1 < stop
-        keep_next = tl.load(decay + ahead * K + row, mask=more, other=0.0)
-        u_next = tl.load(u0 + (ahead * C + i)[:, None] * V + col[None, :], mask=more, other=0.0)
-        token_next = tl.load(table + chunk * 4 + 4, mask=more, other=0)
-        count_next = tl.load(table + chunk * 4 + 5, mask=more, other=0)
-        old = s.to(dot)
-        u = tl.dot(tl.load(wq + tile * (C * K) + at_k), old, acc=u, input_precision=PRECISION)
-        answer = tl.dot(tl.load(wq + (tile + 1) * (C * K) + at_k), old, input_precision=PRECISION)
-        new = u.to(dot)
-        s = tl.dot(tl.trans(tl.load(k_out + at_k)), new, acc=s * keep[:, None], input_precision=PRECISION)
-        rows = tl.load(pairs + (tile * C + i)[:, None] * C + j[None, :])
-        answer = tl.dot(rows, new, acc=answer, input_precision=PRECISION)
+        at_pair = tile * (2 * C * C) + i[:, None] * C + j[None, :]
+        token, count = _tokens(table, chunk, first + (chunk - start) * C, limit, SAVES, C)
+        live = (i < count)[:, None]
+        values = tl.load(v + (token + i)[:, None] * v_token, mask=live, other=0.0)
+        until_middle = tl.load(decay + tile * (2 * K) + row)
+        held, new = _advance(
+            s, tl.load(qk_in + tile * (C * K) + at_k), values, tl.load(pairs + C * C + at_pair), until_middle, PRECISION
+        )
+        q_in = tl.load(qk_in + (tile + 1) * (C * K) + at_k)
+        answer = tl.dot(held.to(q_in.dtype), tl.trans(q_in), input_precision=PRECISION)
+        answer = tl.dot(new, tl.trans(tl.load(pairs + at_pair)), acc=answer, input_precision=PRECISION)
+        s = tl.dot(new, tl.load(k_out + at_k), acc=held, input_precision=PRECISION)
+        s *= tl.load(decay + tile * (2 * K) + K + row)[None, :]
+        target = out + ((token + i) * heads + head)[None, :] * V + col[:, None]
         answer = tl.where(slot >= 0, answer, 0.0)
-        target = out + (token * heads + head)[:, None] * V + col[None, :]
-        tl.store(target, answer.to(out.dtype.element_ty), mask=(i < count)[:, None])
+        tl.store(target, answer.to(out.dtype.element_ty), mask=(i < count)[None, :])
         if SAVES:
             save = tl.load(table + chunk * 4 + 2)
             goal = tl.load(save_slots + save, mask=save >= 0, other=0).to(tl.int64)

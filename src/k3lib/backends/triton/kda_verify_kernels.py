@@ -5,9 +5,10 @@ Shapes: D tokens of a request at most (a power of two), H heads, K key dim, V va
 A verify step reads the committed state once, runs up to 16 tokens on it in registers, and leaves it as it was. A
 program takes a request and head: the convolutions, gates and norms of all tokens at once, as tiles of tokens by
 channels, into vectors beside the scratch; then token by token on the state; the gated norm of all tokens last. A
-replay brings states forward by tokens of the scratch, all layers in one launch. Bound: neither bytes nor
-multiplications, but how long a token takes from end to end. The chunked form (a matrix product with the state, then a
-small triangular system) was slower on an H200: 47 against 32 us, and 60 against 38 for the replay.
+replay brings states forward by tokens of the scratch, all layers in one launch; the next token is under way while one
+is applied. Bound: neither bytes nor multiplications, but how long a token takes from end to end. The chunked form (a
+matrix product with the state, then a small triangular system) was slower on an H200: 47 against 32 us, and 60 against
+38 for the replay.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from k3lib.backends.triton.launch import launch_options
 
 # H200, 2026-11-30
 VERIFY = Config(128, 4, 168, 64)
-REPLAY = Config(128, 4, None, 64)
+REPLAY = Config(128, 2, None, 32)
 _MAX_PART = 16384  # values of the state in the registers of a program
 
 
@@ -195,6 +196,15 @@ def _kda_verify_kernel(
     tl.store(at, tl.where(live, y, 0.0).to(out.dtype.element_ty), mask=value_mask)
 
 
+@triton.jit
+def _kept(k, v, log_decay, beta, t, ki, k_in, vi, v_in, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    """Key, value, log decay and write strength of a token."""
+    key = tl.load(k + t * (HEADS * K) + ki, mask=k_in, other=0.0)
+    decay = tl.load(log_decay + t * (HEADS * K) + ki, mask=k_in, other=0.0)
+    value = tl.load(v + t * (HEADS * V) + vi, mask=v_in, other=0.0)
+    return key, value, decay, tl.load(beta + t * HEADS)
+
+
 @triton.jit(
     do_not_specialize=["num_entries", "num_slots", "num_rows", "width"],
     do_not_specialize_on_alignment=["sources", "rows", "counts", "targets"],
@@ -220,27 +230,35 @@ def _kda_replay_kernel(
     count = tl.minimum(tl.load(counts + entry).to(tl.int32), width)
     count = tl.where((row >= 0) & (row < num_rows), count, 0)
     ki = tl.arange(0, KO)[:, None] * KI + tl.arange(0, KI)[None, :]
-    k_in = ki < K
     vi = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     v_in = vi < V
+    k_in = ki < K
     cell = state + layer * state_layer + head * (V * K) + vi[:, None, None] * K + ki[None, :, :]
     s_in = v_in[:, None, None] & k_in[None, :, :]
     known = s_in & (source > 0) & (source < num_slots)
-    s = tl.load(cell + source * (HEADS * V * K), mask=known, other=0.0).to(tl.float32)
     k += layer * k_layer + row * k_row + head * K
     v += layer * v_layer + row * v_row + head * V
     log_decay += layer * decay_layer + row * decay_row + head * K
     beta += layer * beta_layer + row * beta_row + head
-    t = 0
-    while t < count:
-        kt = _unit(tl.load(k + t * (HEADS * K) + ki, mask=k_in, other=0.0).to(tl.float32))
-        decay = tl.exp(tl.load(log_decay + t * (HEADS * K) + ki, mask=k_in, other=0.0))
-        vt = tl.load(v + t * (HEADS * V) + vi, mask=v_in, other=0.0).to(tl.float32)
-        s *= decay[None, :, :]
-        u = tl.load(beta + t * HEADS) * (vt - tl.sum(tl.sum(s * kt[None, :, :], 1), 1))
-        s += u[:, None, None] * kt[None, :, :]
-        t += 1
-    tl.store(cell + target * (HEADS * V * K), s.to(state.dtype.element_ty), mask=s_in)
+    if count > 0:
+        key, value, decay, write = _kept(k, v, log_decay, beta, 0, ki, k_in, vi, v_in, HEADS, K, V)
+        s = tl.load(cell + source * (HEADS * V * K), mask=known, other=0.0).to(tl.float32)
+        t = 0
+        while t < count:
+            ahead = tl.minimum(t + 1, count - 1)
+            next_key, next_value, next_decay, next_write = _kept(
+                k, v, log_decay, beta, ahead, ki, k_in, vi, v_in, HEADS, K, V
+            )  # fmt: skip
+            kt = _unit(key.to(tl.float32))
+            s *= tl.exp(decay)[None, :, :]
+            u = write * (value.to(tl.float32) - tl.sum(tl.sum(s * kt[None, :, :], 1), 1))
+            s += u[:, None, None] * kt[None, :, :]
+            key, value, decay, write = next_key, next_value, next_decay, next_write
+            t += 1
+        tl.store(cell + target * (HEADS * V * K), s.to(state.dtype.element_ty), mask=s_in)
+    elif source != target:
+        s = tl.load(cell + source * (HEADS * V * K), mask=known, other=0.0)
+        tl.store(cell + target * (HEADS * V * K), s, mask=s_in)
 
 
 def launch_kda_verify(

@@ -13,6 +13,10 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from k3lib.backends.triton.launch import launch_options
+from k3lib.backends.triton.linear_kernels import launch_linear
 
 # H200, 2026-11-30
 SPLIT_TOKENS = 64  # up to so many the product is split
@@ -36,9 +40,12 @@ MANY_TOKENS = 1024  # from here on one warp: the chip is full
 @triton.jit(do_not_specialize=["num_tokens"])
 def _logits_kernel(
     x_ptr, w_ptr, out_ptr, num_tokens, D: tl.constexpr, EXPERTS: tl.constexpr, PART: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`out[part, t, e]`: the product over one part of D."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     part = tl.program_id(1)
     tokens = tl.arange(0, M)
     experts = tl.program_id(0) * N + tl.arange(0, N)
@@ -72,9 +79,12 @@ def _key(score, e):
 def _choose_kernel(
     logits_ptr, bias_ptr, given_ptr, ids_ptr, weights_ptr, num_tokens, scale, EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr, PARTS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, RENORMALIZE: tl.constexpr,
-    REPLAY: tl.constexpr,
+    REPLAY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Ids and weights of one token."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
     if REPLAY:
@@ -115,13 +125,15 @@ def logits(x, weight, split=SPLIT):
         if same and x.is_cuda and x.dtype != torch.float32:
             return torch.mm(x, weight.t(), out_dtype=torch.float32)[None]
         return (x.float() @ weight.float().t())[None]
+    if num_tokens == 1:
+        return launch_linear(x, weight, out_dtype=torch.float32)[None]
     part = triton.cdiv(triton.cdiv(hidden, split.parts), STEP) * STEP
     parts = triton.cdiv(hidden, part)
     out = x.new_empty(parts, num_tokens, num_experts, dtype=torch.float32)
     _logits_kernel[(triton.cdiv(num_experts, split.columns), parts)](
         x, weight, out, num_tokens, D=hidden, EXPERTS=num_experts, PART=part,
         M=max(16, triton.next_power_of_2(num_tokens)), N=split.columns, K=STEP,
-        num_warps=split.warps, num_stages=split.stages,
+        num_stages=split.stages, **launch_options(x.device, split.warps),
     )  # fmt: skip
     return out
 
@@ -137,6 +149,6 @@ def choose(logits, bias, top_k, renormalize, scale, ids=None, warps=None):
             logits, bias, chosen if ids is None else ids, chosen, weights, num_tokens, float(scale),
             EXPERTS=num_experts, WIDTH=max(2, triton.next_power_of_2(num_experts)), PARTS=parts, TOP_K=top_k,
             SLOTS=max(2, triton.next_power_of_2(top_k)), RENORMALIZE=renormalize and top_k > 1, REPLAY=ids is not None,
-            num_warps=warps or (CHOICE_WARPS if num_tokens < MANY_TOKENS else 1),
+            **launch_options(logits.device, warps or (CHOICE_WARPS if num_tokens < MANY_TOKENS else 1)),
         )  # fmt: skip
     return chosen, weights
