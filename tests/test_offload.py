@@ -468,6 +468,7 @@ def run_child(folder, limit):
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
+@pytest.mark.again
 @pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux to measure the peak")
 def test_memory_does_not_grow_with_the_experts_on_disk(tmp_path):

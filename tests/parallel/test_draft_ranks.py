@@ -177,8 +177,8 @@ LAYOUTS = {
 }
 CASES = [
     ("inferact", "tp2-cut"), ("inferact", "tp2-ep2"), ("inferact", "tp2-dcp2"), ("inferact", "pp2"),
-    ("radixark", "tp2-ep2"), ("radixark", "tp2-ep2-a2a"), ("radixark", "tp2-dcp2"),
-    ("radixark", "pp2-dcp2"),
+    pytest.param("radixark", "tp2-ep2", marks=pytest.mark.again), ("radixark", "tp2-ep2-a2a"),
+    pytest.param("radixark", "tp2-dcp2", marks=pytest.mark.again), ("radixark", "pp2-dcp2"),
 ]  # fmt: skip
 
 
@@ -382,6 +382,7 @@ def test_a_block_that_fails_ends_the_step(folders):
 # ---- processes
 
 
+@pytest.mark.again
 def test_processes_propose_what_threads_do(folders, wanted, tmp_path):
     """Two ranks over gloo, which share the tokens of the latent KV."""
     ranks = Spawned(["drafts"], 2, out=tmp_path, folder=folders["all"]).wait()

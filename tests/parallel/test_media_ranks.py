@@ -511,6 +511,7 @@ async def alone(model, questions):
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: NCCL exchanges there")
 
 
+@pytest.mark.again
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=two_gpus)])
 def test_a_server_of_two_processes_sees(tiny, tmp_path, device):
     flags = ["--served-model-name", "tiny", "--low-memory", "--vision-graphs", "--device", device]

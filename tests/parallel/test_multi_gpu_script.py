@@ -25,6 +25,7 @@ def script(monkeypatch):
     return multi_gpu
 
 
+@pytest.mark.again
 def test_two_processes_compute_what_one_does():
     names = ["tp x ep, all-to-all", "tp x dcp, gather", "four micro-batches", "KDA"]
     command = [sys.executable, str(SCRIPTS / "multi_gpu.py"), "--device", "cpu", "--ranks", "2", "--only", *names]

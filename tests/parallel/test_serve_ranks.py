@@ -96,6 +96,7 @@ def serve(folder, tmp_path):
         ranks.stop()
 
 
+@pytest.mark.again
 def test_other_weights_on_a_rank_are_refused_by_both(serve, tmp_path):
     make_tiny(tmp_path / "other", vision=False, seed=7)
     ranks = serve(other=tmp_path / "other")

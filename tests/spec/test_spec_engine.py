@@ -122,6 +122,7 @@ def test_memory_is_that_of_plain_decoding_after_every_step(model, wanted, accept
         assert (got - want).abs().max() <= 1e-5 * want.abs().max().clamp(min=1)
 
 
+@pytest.mark.again
 def test_wrong_drafts_change_nothing_in_512_tokens(model):
     (ids,) = prompts(9, seed=4)
     want = alone(model, ids, greedy(512)).token_ids
