@@ -15,8 +15,8 @@ from safetensors import safe_open
 
 from k3lib.ops import Target
 
-hypothesis.settings.register_profile("dev", deadline=None, max_examples=25)
-hypothesis.settings.register_profile("ci", deadline=None, max_examples=25, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("dev", deadline=None, max_examples=12)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=12, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=400)
 hypothesis.settings.load_profile(os.environ.get("K3LIB_HYPOTHESIS") or ("ci" if os.environ.get("CI") else "dev"))
 

@@ -115,7 +115,7 @@ def test_golden_logits_in_float64_agree_to_the_last_digits(name, load, expected)
 
 
 @EVERY
-@pytest.mark.parametrize("piece", [pytest.param(17, marks=pytest.mark.slow), 64])
+@pytest.mark.parametrize("piece", [pytest.param(17, marks=pytest.mark.again), 64])
 def test_golden_logits_of_prompts_in_pieces(name, piece, load, expected):
     model, want = load(name), expected(name)
     cache = new_cache(model, [len(ids) for ids in want.ids.values()])

@@ -132,6 +132,7 @@ def test_a_long_request_in_segments_equals_one_chain(device, form):
     case.check(form)
 
 
+@pytest.mark.again
 @pytest.mark.usefixtures("short_segments")
 def test_requests_that_fill_fewer_segments_than_their_neighbours(device):
     lengths = [500, 40] if device.type == "cpu" else [5000, 100, 0, 1, 3000]

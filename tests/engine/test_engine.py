@@ -65,7 +65,7 @@ def dev(golden):
     return load(golden / "tiny_k3_dev")
 
 
-@pytest.mark.parametrize("chunk", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 7)), 50, 2048])
+@pytest.mark.parametrize("chunk", [*(pytest.param(n, marks=pytest.mark.again) for n in (1, 7)), 50, 2048])
 def test_golden_greedy_ids_in_a_mixed_batch(dev, expected, chunk):
     expected = [case for case in expected if len(case[0]) <= 40 * chunk]  # 300 tokens in small pieces take long
     engine = make(dev, slots=3, pages=40, page_size=16, chunked_prefill_size=chunk)

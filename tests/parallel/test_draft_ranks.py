@@ -191,6 +191,7 @@ def test_ranks_propose_what_one_does(family, name, folders, wanted):
 # ---- with everything else
 
 
+@pytest.mark.again
 def test_memory_is_short_and_requests_are_preempted(folders):
     few = dataclasses.replace(POOLS, num_pages=16, num_slots=4)
     short = {"cache": few, "schedule_conservativeness": 0.0}
@@ -299,6 +300,7 @@ def test_a_proposer_of_ones_own_uses_the_target_from_rank_0(folders):
             assert_close(name, one, other, 1e-4)
 
 
+@pytest.mark.again
 def test_replicas_have_a_draft_each(folders, wanted):
     """Four ranks: two replicas of two; which of them takes a request decides which others it is batched with."""
     rules = dataclasses.replace(spec(folders, "radixark"), max_running_requests=6)

@@ -296,6 +296,7 @@ def test_nothing_goes_on_after_a_pass_that_failed_somewhere(folder):
         World(ParallelConfig(**DP2)).run(work)
 
 
+@pytest.mark.again
 def test_draft_models_propose_on_each_replica(folders):  # noqa: F811
     """With their ranks, while those of the other one wait or propose too."""
     rules = dataclasses.replace(DRAFT_RULES, spec=SpecConfig(draft=str(folders["radixark"])), max_running_requests=6)

@@ -301,7 +301,7 @@ class Watched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.again), "bf16"])
 def test_what_is_captured_reads_no_values(precision, our_ops):
     trainer = Trainer(dataclasses.replace(SETTINGS, precision=precision), small_config())
     drafts = DraftTrainer(trainer.model, precision=precision, anchors=4)
