@@ -21,6 +21,7 @@ def test_everything_that_runs_here_conforms(dtype):
     assert {r.impl for r in results if r.outcome == "ok"} == {"cpu"}
 
 
+@pytest.mark.again  # on an accelerator `k3lib conformance` goes through the same
 @pytest.mark.parametrize("name", sorted(conformance.TRIALS))
 def test_references_pass_their_own_trials_in_bfloat16(name):
     op = ops()[name]

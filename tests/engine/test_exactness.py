@@ -118,7 +118,7 @@ def test_namespaces_share_nothing(model):
 # ---- company ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.again), 7, 64, 512])
+@pytest.mark.parametrize("chunk", [7, 512, *(pytest.param(n, marks=pytest.mark.again) for n in (1, 64))])
 @pytest.mark.parametrize("mix_decode", [False, True], ids=["turns", "mixed"])
 def test_any_order_any_batch_any_chunks(model, chunk, mix_decode):
     lengths = [1, 5, 16, 33] if chunk == 1 else [1, 5, 16, 33, 70, 2, 90]

@@ -64,6 +64,7 @@ def stand_in(_job, rank, pipe):
             pipe.send(multi_gpu_cases.Result(not off, error=0.5 * off, equal=3 - off, clear=3))
 
 
+@pytest.mark.again
 def test_a_case_that_fails_hangs_or_ends_is_reported_and_the_next_goes_on(script, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(script, "GRACE_S", 0.2)
     monkeypatch.setattr(script.Crew, "_show_stacks", lambda self, ranks: None)

@@ -573,6 +573,7 @@ def seconds_of(process):
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.again
 def test_a_server_over_two_processes(serve, want):
     processes, http = serve
     sampling = {"temperature": 0, "max_new_tokens": GREEDY.max_new_tokens, "ignore_eos": True}

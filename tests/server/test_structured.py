@@ -119,7 +119,9 @@ def test_a_grammar_leaves_the_neighbours_alone(engine):
     assert choice(alone)["message"] == choice(together[0])["message"]
 
 
-@pytest.mark.parametrize("tool_choice", ["required", NAMED], ids=["required", "named"])
+@pytest.mark.parametrize(
+    "tool_choice", ["required", pytest.param(NAMED, marks=pytest.mark.again)], ids=["required", "named"]
+)
 def test_forced_calls_are_declared_and_validate(engine, tool_choice):
     """Case J4, with a bias so that the free text in front of the calls soon ends."""
     body = {**OFF, "tools": TOOLS, "tool_choice": tool_choice, "parallel_tool_calls": False, "max_tokens": 250}
