@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from tqdm import tqdm
 
 from k3lib import ops
 from k3lib.cache import Limit
@@ -24,18 +23,19 @@ from k3lib.engine.config import EngineConfig, Resolved, image_limits, resolve_li
 from k3lib.engine.grammar import Grammar, GrammarCompiler, Matcher
 from k3lib.engine.graphs import DecodeGraphs
 from k3lib.engine.media import MediaStore
-from k3lib.engine.request import FinishReason, Output, Request, RequestState, SamplingParams, StepOutput
+from k3lib.engine.prompts import Prompts
+from k3lib.engine.request import FinishReason, Request, RequestState, SamplingParams, StepOutput
 from k3lib.engine.runner import Launched, Runner
 from k3lib.engine.sampler import TokenCounts
 from k3lib.engine.scheduler import Scheduler, SchedulerConfig
 from k3lib.engine.speculation import Speculation, make_proposer
 from k3lib.engine.vision_graphs import VisionGraphs
-from k3lib.errors import CheckpointError, ConfigError, K3Error, RequestError
+from k3lib.errors import CheckpointError, ConfigError, RequestError
 from k3lib.model import KimiK3ForCausalLM
 from k3lib.multimodal import KimiK3ForConditionalGeneration
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from os import PathLike
 
     from torch import Tensor
@@ -77,7 +77,7 @@ _LONGEST_GUESS = 4096  # tokens a request may still generate that admission take
 _LARGEST_PIECE = 4096  # cached tokens that a prefill expands together, and never more than a chunk
 
 
-class Engine:
+class Engine(Prompts):
     """Runs requests through a model, many at once, with what is cached of earlier ones.
 
     `generate` and `stream` are the simple ways; `add`, `step` and `abort` are for a server.
@@ -610,42 +610,12 @@ class Engine:
             self._weights += 1
             self.scheduler.tag = f"weights {self._weights}"
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int] | str],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        media: Sequence[Sequence[Media]] | None = None,
-        progress: bool = False,
-    ) -> list[Output]:
-        """Run prompts to the end and return their outputs in the same order.
+    def has_room(self, priority: int = 0) -> bool:
+        """Whether the queue takes one more request of a priority."""
+        return self.scheduler.has_room(priority)
 
-        Args:
-            prompts: token ids, or text if the engine has a tokenizer.
-            params: one for all, or one each.
-            media: images of each prompt.
-            progress: show a bar of finished prompts.
-
-        Raises:
-            RequestError: a prompt that can never run; nothing has been queued.
-            ConfigError: another number of params or media than prompts, or text without a tokenizer.
-        """
-        requests = self.make_requests(prompts, params, media)
-        names: list[str] = []
-        results: list[list[StepOutput]] = []
-        try:
-            with tqdm(total=len(prompts), desc="generate", unit="prompt", disable=not progress) as bar:
-                for request in requests:
-                    while not self.scheduler.has_room(request.priority):
-                        self._step()
-                    names.append(self._submit(request))
-                for name in names:
-                    results.append(list(self._outputs(name)))
-                    bar.update()
-        finally:
-            for name in names:
-                self._forget(name)
-        return [Output.join(request, outs) for request, outs in zip(requests, results, strict=True)]
+    def _is_open(self, name: str) -> bool:
+        return name in self._states
 
     def make_requests(
         self,
@@ -668,63 +638,6 @@ class Engine:
         for request in requests:
             self.check_request(request)
         return requests
-
-    def stream(
-        self,
-        prompt: Sequence[int] | str,
-        params: SamplingParams | None = None,
-        *,
-        media: Sequence[Media] = (),
-        **sampling: Any,  # noqa: ANN401 - fields of SamplingParams
-    ) -> Iterator[int]:
-        """Yield the tokens of one request as they come: `stream(ids, max_new_tokens=16)`.
-
-        Args:
-            prompt: token ids, or text if the engine has a tokenizer.
-            params: sampling parameters; or give them by name.
-            media: images of the prompt.
-            sampling: fields of `SamplingParams`.
-
-        Raises:
-            ConfigError: both `params` and single fields.
-            RequestError: a prompt that can never run.
-            K3Error: while iterating, if the request ends with "error": its logits are not finite, or its step failed.
-        """
-        if params is not None and sampling:
-            raise ConfigError(f"stream: give params or single fields, not both ({', '.join(sampling)})")
-        request = Request(self._ids(prompt), params or SamplingParams(**sampling), media=media)
-        self.check_request(request)
-        return self._tokens(request)
-
-    def _tokens(self, request: Request) -> Iterator[int]:
-        name = self._submit(request)
-        try:
-            for out in self._outputs(name):
-                yield from out.token_ids
-                if out.finish == "error":
-                    raise K3Error(f"{name} ended with an error: its logits are not finite, or its step failed")
-        finally:
-            self._forget(name)
-
-    def _submit(self, request: Request) -> str:
-        name = self.add(request)
-        self._inboxes[name] = collections.deque()
-        return name
-
-    def _outputs(self, name: str) -> Iterator[StepOutput]:
-        """Outputs of a submitted request to its end, with steps as needed; "abort" if somebody dropped it."""
-        inbox = self._inboxes[name]
-        finish = None
-        while finish is None:
-            while not inbox and name in self._states:
-                self._step()
-            out = inbox.popleft() if inbox else StepOutput([], "abort", request_id=name)
-            finish = out.finish
-            yield out
-
-    def _forget(self, name: str) -> None:
-        del self._inboxes[name]
-        self.abort(name)
 
     def _ids(self, prompt: Sequence[int] | str) -> list[int]:
         if isinstance(prompt, str):

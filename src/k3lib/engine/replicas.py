@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from tqdm import tqdm
 
 from k3lib import ops
 from k3lib.cache import Limit
 from k3lib.engine import ranks
 from k3lib.engine.config import EngineConfig
 from k3lib.engine.engine import Engine
-from k3lib.engine.request import Output, Request, SamplingParams, SpecReport, StepOutput
+from k3lib.engine.prompts import Prompts
+from k3lib.engine.request import Request, SamplingParams, SpecReport, StepOutput
 from k3lib.errors import CapacityError, ConfigError, K3Error, RequestError
 
 if TYPE_CHECKING:
@@ -476,7 +476,7 @@ class _Open:
         return len(self.request.prompt_ids) + len(self.tokens)
 
 
-class ReplicatedEngine:
+class ReplicatedEngine(Prompts):
     """An `Engine` over several replicas, with its methods: rank 0 makes it, the other ranks call `follow`.
 
     Each request goes to one replica and stays there: to the one with the fewest tokens of open requests, unless
@@ -738,76 +738,19 @@ class ReplicatedEngine:
             self._orders = []
             self.engine.close()
 
-    # ---- the simple ways
+    # ---- what generate and stream need
 
-    def generate(
+    def make_requests(
         self,
         prompts: Sequence[Sequence[int] | str],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        media: Sequence[Sequence[Media]] | None = None,
-        progress: bool = False,
-    ) -> list[Output]:
-        """Run prompts to the end, over all replicas, as `Engine.generate` does."""
-        requests = self.engine.make_requests(prompts, params, media)
-        names: list[str] = []
-        results: list[list[StepOutput]] = []
-        try:
-            with tqdm(total=len(prompts), desc="generate", unit="prompt", disable=not progress) as bar:
-                for request in requests:
-                    while not self.has_room(request.priority):
-                        self._step()
-                    names.append(self._submit(request))
-                for name in names:
-                    results.append(list(self._outputs(name)))
-                    bar.update()
-        finally:
-            for name in names:
-                self._forget(name)
-        return [Output.join(request, outs) for request, outs in zip(requests, results, strict=True)]
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        media: Sequence[Sequence[Media]] | None,
+    ) -> list[Request]:
+        """The requests of `generate`, checked; arguments and errors as there."""
+        return self.engine.make_requests(prompts, params, media)
 
-    def stream(
-        self,
-        prompt: Sequence[int] | str,
-        params: SamplingParams | None = None,
-        *,
-        media: Sequence[Media] = (),
-        **sampling: Any,  # noqa: ANN401 - fields of SamplingParams
-    ) -> Iterator[int]:
-        """Yield the tokens of one request as they come, as `Engine.stream` does."""
-        if params is not None and sampling:
-            raise ConfigError(f"stream: give params or single fields, not both ({', '.join(sampling)})")
-        (request,) = self.engine.make_requests([prompt], params or SamplingParams(**sampling), [media])
-        return self._tokens(request)
-
-    def _tokens(self, request: Request) -> Iterator[int]:
-        name = self._submit(request)
-        try:
-            for out in self._outputs(name):
-                yield from out.token_ids
-                if out.finish == "error":
-                    raise K3Error(f"{name} ended with an error: its logits are not finite, or its step failed")
-        finally:
-            self._forget(name)
-
-    def _submit(self, request: Request) -> str:
-        name = self.add(request)
-        self._inboxes[name] = collections.deque()
-        return name
-
-    def _outputs(self, name: str) -> Iterator[StepOutput]:
-        """Outputs of a submitted request to its end, with steps as needed; "abort" if somebody dropped it."""
-        inbox, finish = self._inboxes[name], None
-        while finish is None:
-            while not inbox and name in self._open:
-                self._step()
-            out = inbox.popleft() if inbox else StepOutput([], "abort", request_id=name)
-            finish = out.finish
-            yield out
-
-    def _forget(self, name: str) -> None:
-        del self._inboxes[name]
-        self.abort(name)
+    def _is_open(self, name: str) -> bool:
+        return name in self._open
 
 
 _SAME = {"page_size", "checkpoint_grid"}  # counts that are those of each replica
