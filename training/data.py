@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Rows", "Sample", "batches", "encode", "main", "padded", "patches_of", "pool", "prompt_ids", "token_table"]
 
 # lengths of batches: few, so that each can have a CUDA graph, and dense, so that little is padding
-LENGTHS = sorted({base << shift for base in (128, 160, 192, 224) for shift in range(7)} | {16384, 17408})
+LENGTHS = sorted({base << shift for base in (128, 160, 192, 224) for shift in range(7)} | {16384})
 POOL = 2048  # items that are sorted by length together
 
 
@@ -112,14 +112,17 @@ def prompt_ids(item: Item, tok: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def encode(item: Item, tok: Tokenizer) -> Sample:
-    """Prompt and answer; every message of the assistant counts, those of earlier turns too."""
+    """Prompt and answer; every message of the assistant counts, those of earlier turns too where the item says so."""
     opener = _openers(tok, item.thinking)
     ids, starts = prompt_ids(item, tok)
     whole = chat.render_chat([item.answer], thinking=item.thinking, thinking_effort=None, add_generation_prompt=False)
     answer = chat.encode_segments(tok, whole)
     assert answer[: len(opener)] == opener, "an assistant's message begins as the prompt ends"
-    ids = ids + answer[len(opener) :]
-    return Sample(ids, _learn(ids, opener, tok.stop_ids[0]), list(zip(starts, item.images, strict=True)))
+    prompt, ids = len(ids), ids + answer[len(opener) :]
+    learn = _learn(ids, opener, tok.stop_ids[0])
+    if not item.learn_history:
+        learn[:prompt] = [False] * prompt
+    return Sample(ids, learn, list(zip(starts, item.images, strict=True)))
 
 
 def _learn(ids: list[int], opener: list[int], end: int) -> list[bool]:

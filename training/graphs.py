@@ -42,7 +42,7 @@ class Graphs:
         self._pool = None
 
     def run(self, key: Hashable, function: Callable[..., Any], *args: Tensor) -> Any:
-        """What `function(*args)` returns: a tensor, or a tuple of tensors."""
+        """What `function(*args)` returns: a tensor, a tuple of tensors, or None."""
         if not self.enabled:
             return function(*args)
         if key not in self._graphs:
@@ -71,6 +71,8 @@ class Graphs:
 
 def _copied(result: Any) -> Any:
     """Copies outside the memory of the graphs: what one leaves there, the next one may overwrite."""
+    if result is None:
+        return None
     if isinstance(result, torch.Tensor):
         return result.clone()
     parts = [part.clone() for part in result]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ class Step:
         length: S, tokens of every sequence.
         qat: round the weights of experts as MXFP4 does; gradients pass as if they were not rounded.
         grouped: compute the chosen experts by grouped products instead of all of them.
+        fuse: compile what is many small kernels after one another; takes half a minute at first.
         balance: collect new correction biases of the routers.
         biases: the routers' biases and what they should become, in the order of the layers.
         loads: tokens of the busiest expert over the mean, of each layer.
@@ -58,6 +60,7 @@ class Step:
     qat: bool = False
     balance: bool = False
     grouped: bool = False
+    fuse: bool = False
     biases: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     loads: list[Tensor] = field(default_factory=list)
 
@@ -70,9 +73,11 @@ _step: contextvars.ContextVar[Step | None] = contextvars.ContextVar("training_st
 
 
 @contextlib.contextmanager
-def step(length: int, *, qat: bool = False, balance: bool = False, grouped: bool = False) -> Iterator[Step]:
+def step(
+    length: int, *, qat: bool = False, balance: bool = False, grouped: bool = False, fuse: bool = False
+) -> Iterator[Step]:
     """Announce a forward pass over sequences of `length` tokens; the other arguments are those of `Step`."""
-    made = Step(length, qat, balance, grouped)
+    made = Step(length, qat, balance, grouped, fuse)
     token = _step.set(made)
     try:
         yield made
@@ -85,6 +90,18 @@ def _now() -> Step:
     if now is None:
         raise ConfigError("the training ops need `with step(length):` around the forward pass")
     return now
+
+
+def _fusable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled in steps that ask for it: for any length and number of sequences at once, but for a single one."""
+    compiled = torch.compile(function, dynamic=True, fullgraph=True)
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        now = _step.get()
+        return (compiled if now is not None and now.fuse else function)(*args)
+
+    return run
 
 
 def _rectangle(x: Tensor, cu_seqlens: Tensor) -> tuple[int, int]:
@@ -176,43 +193,53 @@ def chunked_kda(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor
         `[B, S, H, V]`.
     """
     length = k.shape[1]
-    a, b, local, read = _chunks(q, k, v, log_decay, beta)
-    return _read_states(local, read, _Scan.apply(a, b), length)
+    missing = -length % CHUNK  # tokens that write and decay nothing
+    q, k, v, log_decay, beta = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (q, k, v, log_decay, beta[..., None]))
+    a, b, local, read = _chunks(*map(_cut, (q, k, v, log_decay, beta)))
+    return _read_states(local, read, _Scan.apply(a.flatten(1, 2), b.flatten(1, 2)))[:, :length]
+
+
+def _cut(x: Tensor) -> Tensor:
+    """`[B, n C, H, d]` to chunks `[n, B, H, C, d]`."""
+    return x.unflatten(1, (-1, CHUNK)).permute(1, 0, 3, 2, 4).contiguous()
 
 
 def _chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """All that chunks need not know of one another.
+    """All that chunks need not know of one another, from `[n, B, H, C, d]`.
 
     Returns:
-        `A [n, B H, K, K]` and `B [n, B H, V, K]` of each chunk, what it puts out by itself `[n, B, H, C, V]`, and what
-        it reads the state in front of it with, `[n, B, H, C, K]`.
+        `A [n, B, H, K, K]` and `B [n, B, H, V, K]` of each chunk, what it puts out by itself, `[n, B, H, C, V]`, and
+        what it reads the state in front of it with, `[n, B, H, C, K]`.
     """
-    batch, length, heads, _ = k.shape
-    chunks = -(-length // CHUNK)
-
-    def cut(x: Tensor) -> Tensor:  # [B, S, H, d] -> [n, B, H, C, d]; tokens that are missing write and decay nothing
-        x = F.pad(x, (0, 0, 0, 0, 0, chunks * CHUNK - length))
-        return x.view(batch, chunks, CHUNK, heads, -1).permute(1, 0, 3, 2, 4).contiguous()
-
-    q, k, v, log_decay, beta = cut(q), cut(k), cut(v), cut(log_decay), cut(beta[..., None])
     total = log_decay.cumsum(-2)
+    k_pairs, q_pairs = _pairs(q, k, total, beta)
+    return _combine(_InverseUnitLower.apply(k_pairs), q_pairs, q, k, v, total, beta)
+
+
+@_fusable
+def _pairs(q: Tensor, k: Tensor, total: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """What keys have in common with earlier keys, times beta, and queries with keys: `[n, B, H, C, C]`."""
     middle = total[..., CHUNK // 2 - 1 : CHUNK // 2, :]
-    grown, shrunk = (total - middle).exp(), (middle - total).exp()
-    right = (k * shrunk).mT
-    k_pairs, q_pairs = ((k * grown) @ right).tril(-1), ((q * grown) @ right).tril()
-    inverse = _InverseUnitLower.apply(beta * k_pairs)
+    grown, right = (total - middle).exp(), (k * (middle - total).exp()).mT
+    return beta * ((k * grown) @ right).tril(-1), ((q * grown) @ right).tril()
+
+
+@_fusable
+def _combine(
+    inverse: Tensor, q_pairs: Tensor, q: Tensor, k: Tensor, v: Tensor, total: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `_chunks`."""
     decay = total.exp()
     u0, w = inverse @ (beta * v), inverse @ (beta * k * decay)
     k_out = k * (total[..., -1:, :] - total).exp()
     a = torch.diag_embed(decay[..., -1, :]) - w.mT @ k_out
-    return a.flatten(1, 2), (u0.mT @ k_out).flatten(1, 2), q_pairs @ u0, q * decay - q_pairs @ w
+    return a, u0.mT @ k_out, q_pairs @ u0, q * decay - q_pairs @ w
 
 
-def _read_states(local: Tensor, read: Tensor, states: Tensor, length: int) -> Tensor:
-    """Add what every chunk reads from the state in front of it: `[B, S, H, V]`."""
-    chunks, batch, heads, size, _ = local.shape
-    out = local + read @ states.view(chunks, batch, heads, *states.shape[2:]).mT
-    return out.permute(1, 0, 3, 2, 4).reshape(batch, chunks * size, heads, -1)[:, :length]
+def _read_states(local: Tensor, read: Tensor, states: Tensor) -> Tensor:
+    """Add what every chunk reads from the state in front of it: `[B, n C, H, V]`."""
+    out = local + read @ states.view(*local.shape[:3], *states.shape[2:]).mT
+    return out.permute(1, 0, 3, 2, 4).flatten(1, 2)
 
 
 def _short_conv(x: Tensor, weight: Tensor) -> Tensor:
@@ -222,33 +249,28 @@ def _short_conv(x: Tensor, weight: Tensor) -> Tensor:
     return F.silu(sum(padded[:, j : j + length] * weight[:, j] for j in range(width)))
 
 
-def _kda_front(
-    qkv: Tensor,
-    gate: Tensor,
-    beta: Tensor,
-    decay_rate: Tensor,
-    dt_bias: Tensor,
-    bound: float | None,
-    conv_weight: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Convolution, norms, gates and chunks of a layer."""
-    batch, length, heads, keys = gate.shape
+@_fusable
+def _kda_inputs(
+    qkv: Tensor, gate: Tensor, beta: Tensor, decay_rate: Tensor, dt_bias: Tensor, bound: float | None,
+    conv_weight: Tensor, scale: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Convolution, norms and gates of a layer: what `_chunks` takes."""
+    heads, keys = gate.shape[2:]
     mixed = _short_conv(qkv, conv_weight)
-    values = qkv.shape[-1] // heads - 2 * keys
-    q, k, v = torch.split(mixed, [heads * keys, heads * keys, heads * values], dim=-1)
-    shape = (batch, length, heads, keys)
+    q, k, v = torch.split(mixed, [heads * keys, heads * keys, mixed.shape[-1] - 2 * heads * keys], dim=-1)
     log_decay = kda_gate(gate, ops.KDAParams(decay_rate, dt_bias, bound))
     wide = torch.sigmoid(beta.to(compute_dtype(beta)))
-    q, k = l2_norm(q.view(shape)) * scale, l2_norm(k.view(shape))
-    return _chunks(q, k, v.view(batch, length, heads, values), log_decay, wide)
+    q, k, v = (x.unflatten(-1, (heads, -1)) for x in (q, k, v))
+    q, k = l2_norm(q) * scale, l2_norm(k)
+    return tuple(map(_cut, (q, k, v, log_decay, wide[..., None])))
 
 
+@_fusable
 def _kda_back(
     local: Tensor, read: Tensor, states: Tensor, out_gate: Tensor, norm_weight: Tensor, norm_eps: float
 ) -> Tensor:
-    """States read, normed and gated like `out_gate [B, S, H, V]`."""
-    out = _read_states(local, read, states, out_gate.shape[1])
+    """States read, normed and gated like `out_gate [B, n C, H, V]`."""
+    out = _read_states(local, read, states)
     normed = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + norm_eps) * norm_weight
     return (normed * torch.sigmoid(out_gate.to(normed.dtype))).to(out_gate.dtype)
 
@@ -257,12 +279,19 @@ def _kda_mixer(
     qkv, gate, beta, out_gate, *, params, conv_weight, norm_weight, norm_eps, scale, state=None, conv_state=None,
     slots=None, cu_seqlens, saves=None, verify=None,
 ):  # fmt: skip
-    """See `k3lib.ops.kda_mixer`; stateless."""
+    """See `k3lib.ops.kda_mixer`; stateless. Sequences are filled up to whole chunks, behind all that counts."""
     batch, length = _rectangle(qkv, cu_seqlens)
-    qkv, gate, beta, out_gate = (x.view(batch, length, *x.shape[1:]) for x in (qkv, gate, beta, out_gate))
+    missing = -length % CHUNK
+    qkv, gate, beta, out_gate = (
+        F.pad(x.view(batch, length, *x.shape[1:]), (0, 0) * (x.ndim - 1) + (0, missing)) if missing
+        else x.view(batch, length, *x.shape[1:])
+        for x in (qkv, gate, beta, out_gate)
+    )  # fmt: skip
     with _full_precision(qkv):
-        a, b, local, read = _kda_front(qkv, gate, beta, *params, conv_weight, scale)
-        return _kda_back(local, read, _Scan.apply(a, b), out_gate, norm_weight, norm_eps).flatten(0, 1)
+        a, b, local, read = _chunks(*_kda_inputs(qkv, gate, beta, *params, conv_weight, scale))
+        states = _Scan.apply(a.flatten(1, 2), b.flatten(1, 2))
+        out = _kda_back(local, read, states, out_gate, norm_weight, norm_eps)
+    return out[:, :length].flatten(0, 1)
 
 
 # ---- attention, norms, residuals ----------------------------------------------------------------
@@ -284,6 +313,7 @@ def _rms_norm(x, weight, *, eps):
     return F.rms_norm(wide, weight.shape, weight.to(wide.dtype), eps)
 
 
+@_fusable
 def _read_blocks(
     p: Tensor, bank: Tensor, score_weight: Tensor, norm_weight: Tensor | None, eps: float, out_eps: float
 ) -> Tensor:
@@ -371,6 +401,7 @@ def fake_mxfp4(w: Tensor) -> Tensor:
     return w + (rounded - w).detach()
 
 
+@_fusable
 def _situ(gate_up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
     gate, up = gate_up.to(compute_dtype(gate_up)).chunk(2, dim=-1)
     if linear_beta is not None:

@@ -38,6 +38,8 @@ class Item:
         expect: what `check` looks at: one of number, words, calls, json, text.
         tools, effort, thinking, response_format, tool_choice: as `render_chat` takes them.
         images: pixels in the order of the prompt.
+        learn_history: whether earlier messages of the assistant are learnt too.
+        before: makes a turn that may stand in front, for chats over several turns.
     """
 
     kind: str
@@ -50,6 +52,8 @@ class Item:
     response_format: dict[str, Any] | None = None
     tool_choice: str | None = None
     images: list[Picture] = field(default_factory=list)
+    learn_history: bool = True
+    before: Callable[[], list[Message]] | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True)
@@ -257,6 +261,7 @@ class _Tool:
         result: what it returns, as JSON.
         told: what is said of the result.
         facts: words of the result that must be said.
+        again: the same tool used in another way.
         city: the argument that names a city, if the call has no other.
     """
 
@@ -267,6 +272,7 @@ class _Tool:
     result: str
     told: str
     facts: list[str]
+    again: Callable[[], _Tool]
     city: str | None = None
 
     @property
@@ -291,9 +297,8 @@ def _place(rng: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 def _weather(words: Words) -> _Tool:
-    rng, city = words.rng, words.city()
+    rng = words.rng
     key, where = _place(rng)
-    sky, degrees = rng.choice(_SKIES), rng.randint(-9, 39)
     parameters = {key: where}
     if rng.random() < 0.4:
         parameters["unit"] = {"type": "string", "enum": ["celsius", "fahrenheit"]}
@@ -301,78 +306,108 @@ def _weather(words: Words) -> _Tool:
             parameters["unit"]["description"] = rng.choice(["Temperature unit", "Unit of the temperature", "The unit"])
     name = rng.choice(["get_weather", "get_weather", "get_current_weather", "weather"])
     about = rng.choice(["Get the current weather for a location", "Get the weather of a city", "Current weather"])
-    result: dict[str, Any] = {rng.choice(["temperature", "temp", "celsius", "degrees"]): degrees}
-    told, facts = f"It is {degrees} degrees in {city}.", [str(degrees), city]
-    if rng.random() < 0.6:
-        result[rng.choice(["sky", "condition", "weather"])] = sky
-        told, facts = f"It is {degrees} degrees and {sky} in {city}.", [*facts, sky]
-    if rng.random() < 0.3:
-        result = {key: city, **result}
-    return _Tool(
-        "weather", _schema(name, about, parameters, [key]), rng.choice(_ASK_WEATHER).format(city), {key: city},
-        json.dumps(result), told, facts, key,
-    )  # fmt: skip
+    schema = _schema(name, about, parameters, [key])
+
+    def use() -> _Tool:
+        city, sky, degrees = words.city(), rng.choice(_SKIES), rng.randint(-9, 39)
+        result: dict[str, Any] = {rng.choice(["temperature", "temp", "celsius", "degrees"]): degrees}
+        told, facts = f"It is {degrees} degrees in {city}.", [str(degrees), city]
+        if rng.random() < 0.6:
+            result[rng.choice(["sky", "condition", "weather"])] = sky
+            told, facts = f"It is {degrees} degrees and {sky} in {city}.", [*facts, sky]
+        if rng.random() < 0.3:
+            result = {key: city, **result}
+        wish = rng.choice(_ASK_WEATHER).format(city)
+        return _Tool("weather", schema, wish, {key: city}, json.dumps(result), told, facts, use, key)
+
+    return use()
 
 
 def _time(words: Words) -> _Tool:
-    rng, city = words.rng, words.city()
+    rng = words.rng
     key, where = _place(rng)
-    clock = f"{rng.randrange(24):02}:{rng.randrange(60):02}"
-    return _Tool(
-        "time", _schema("get_time", "Get the local time of a city", {key: where}, [key]), f"What time is it in {city}?",
-        {key: city}, json.dumps({"time": clock}), f"It is {clock} in {city}.", [clock, city], key,
-    )  # fmt: skip
+    schema = _schema("get_time", "Get the local time of a city", {key: where}, [key])
+
+    def use() -> _Tool:
+        city, clock = words.city(), f"{rng.randrange(24):02}:{rng.randrange(60):02}"
+        return _Tool(
+            "time", schema, f"What time is it in {city}?", {key: city}, json.dumps({"time": clock}),
+            f"It is {clock} in {city}.", [clock, city], use, key,
+        )  # fmt: skip
+
+    return use()
 
 
 def _people(words: Words) -> _Tool:
-    rng, city = words.rng, words.city()
+    rng = words.rng
     key, where = _place(rng)
-    count = rng.randint(10, 9999) * 100
-    return _Tool(
-        "people", _schema("get_population", "Number of people in a city", {key: where}, [key]),
-        f"How many people live in {city}?", {key: city}, json.dumps({"population": count}),
-        f"{count} people live in {city}.", [str(count), city], key,
-    )  # fmt: skip
+    schema = _schema("get_population", "Number of people in a city", {key: where}, [key])
+
+    def use() -> _Tool:
+        city, count = words.city(), rng.randint(10, 9999) * 100
+        return _Tool(
+            "people", schema, f"How many people live in {city}?", {key: city}, json.dumps({"population": count}),
+            f"{count} people live in {city}.", [str(count), city], use, key,
+        )  # fmt: skip
+
+    return use()
 
 
 def _convert(words: Words) -> _Tool:
     rng = words.rng
-    amount, (one, other), value = rng.randint(1, 900), rng.sample(_MONEY, 2), rng.randint(1, 9999)
     parameters = {"amount": {"type": "number"}, "from": {"type": "string"}, "to": {"type": "string"}}
-    return _Tool(
-        "money", _schema("convert", "Convert money", parameters, list(parameters)),
-        f"Convert {amount} {one} to {other}.",
-        {"amount": amount, "from": one, "to": other}, json.dumps({"value": value}),
-        f"{amount} {one} are {value} {other}.", [str(value), other],
-    )  # fmt: skip
+    schema = _schema("convert", "Convert money", parameters, list(parameters))
+
+    def use() -> _Tool:
+        amount, (one, other), value = rng.randint(1, 900), rng.sample(_MONEY, 2), rng.randint(1, 9999)
+        return _Tool(
+            "money", schema, f"Convert {amount} {one} to {other}.", {"amount": amount, "from": one, "to": other},
+            json.dumps({"value": value}), f"{amount} {one} are {value} {other}.", [str(value), other], use,
+        )  # fmt: skip
+
+    return use()
 
 
 def _message(words: Words) -> _Tool:
-    who, text = words.person(), " ".join(map(words.rng.choice, _TEXTS))
     parameters = {"to": {"type": "string"}, "text": {"type": "string"}}
-    return _Tool(
-        "message", _schema("send_message", "Send a message to a person", parameters, ["to", "text"]),
-        f"Send a message to {who}: {text}", {"to": who, "text": text}, json.dumps({"status": "sent"}),
-        f"The message to {who} is sent.", [who, "sent"],
-    )  # fmt: skip
+    schema = _schema("send_message", "Send a message to a person", parameters, ["to", "text"])
+
+    def use() -> _Tool:
+        who, text = words.person(), " ".join(map(words.rng.choice, _TEXTS))
+        return _Tool(
+            "message", schema, f"Send a message to {who}: {text}", {"to": who, "text": text},
+            json.dumps({"status": "sent"}), f"The message to {who} is sent.", [who, "sent"], use,
+        )  # fmt: skip
+
+    return use()
 
 
 def _timer(words: Words) -> _Tool:
-    minutes = words.rng.randint(1, 90)
-    return _Tool(
-        "timer", _schema("set_timer", "Start a timer", {"minutes": {"type": "integer"}}, ["minutes"]),
-        f"Set a timer for {minutes} minutes.", {"minutes": minutes}, json.dumps({"status": "running"}),
-        f"The timer is running for {minutes} minutes.", [str(minutes), "running"],
-    )  # fmt: skip
+    schema = _schema("set_timer", "Start a timer", {"minutes": {"type": "integer"}}, ["minutes"])
+
+    def use() -> _Tool:
+        minutes = words.rng.randint(1, 90)
+        return _Tool(
+            "timer", schema, f"Set a timer for {minutes} minutes.", {"minutes": minutes},
+            json.dumps({"status": "running"}), f"The timer is running for {minutes} minutes.",
+            [str(minutes), "running"], use,
+        )  # fmt: skip
+
+    return use()
 
 
 def _song(words: Words) -> _Tool:
-    title = f"{words.made_up().capitalize()} {words.rng.choice(ANIMALS)}"
     parameters = {"title": {"type": "string", "description": "Title of the song"}}
-    return _Tool(
-        "song", _schema("play_song", "Play a song", parameters, ["title"]), f"Play the song {title}.", {"title": title},
-        json.dumps({"status": "playing"}), f"{title} is playing.", [title, "playing"],
-    )  # fmt: skip
+    schema = _schema("play_song", "Play a song", parameters, ["title"])
+
+    def use() -> _Tool:
+        title = f"{words.made_up().capitalize()} {words.rng.choice(ANIMALS)}"
+        return _Tool(
+            "song", schema, f"Play the song {title}.", {"title": title}, json.dumps({"status": "playing"}),
+            f"{title} is playing.", [title, "playing"], use,
+        )  # fmt: skip
+
+    return use()
 
 
 _KNOWN: list[Callable[[Words], _Tool]] = [_weather, _weather, _time, _people, _convert, _message, _timer, _song]
@@ -410,23 +445,26 @@ def _new_tool(words: Words) -> _Tool:
         if len(set(keys)) == len(keys) and words.mine(name) and words.mine(" ".join(keys)):
             break
     kinds = {key: rng.choice(["string", "string", "integer", "boolean"]) for key in keys}
-    arguments = {key: _value(words, kind) for key, kind in kinds.items()}
-    pairs = [f"{key} {_said(value)}" for key, value in arguments.items()]
     spoken = name.replace("_", " ")
-    wish = rng.choice(
-        [
-            f"{spoken.capitalize()} with {' and '.join(pairs)}.",
-            f"Use {name} with {', '.join(pairs)}.",
-            f"Call {name}: {', '.join(f'{key}={_said(value)}' for key, value in arguments.items())}",
-            f"Please {spoken} for me, {', '.join(pairs)}.",
-        ]
-    )
     schema = _schema(name, spoken.capitalize(), {key: {"type": kind} for key, kind in kinds.items()}, keys)
-    key, value = (
-        rng.choice(["id", "status", "result", "level", "total"]),
-        _value(words, rng.choice(["integer", "string"])),
-    )
-    return _Tool(name, schema, wish, arguments, json.dumps({key: value}), f"Done: {key} is {value}.", [str(value)])
+
+    def use() -> _Tool:
+        arguments = {key: _value(words, kind) for key, kind in kinds.items()}
+        pairs = [f"{key} {_said(value)}" for key, value in arguments.items()]
+        wish = rng.choice(
+            [
+                f"{spoken.capitalize()} with {' and '.join(pairs)}.",
+                f"Use {name} with {', '.join(pairs)}.",
+                f"Call {name}: {', '.join(f'{key}={_said(value)}' for key, value in arguments.items())}",
+                f"Please {spoken} for me, {', '.join(pairs)}.",
+            ]
+        )
+        key = rng.choice(["id", "status", "result", "level", "total"])
+        value = _value(words, rng.choice(["integer", "string"]))
+        told = f"Done: {key} is {value}."
+        return _Tool(name, schema, wish, arguments, json.dumps({key: value}), told, [str(value)], use)
+
+    return use()
 
 
 def _tool(words: Words) -> _Tool:
@@ -437,13 +475,13 @@ def _call(tool: _Tool) -> dict[str, Any]:
     return {"type": "function", "function": {"name": tool.name, "arguments": json.dumps(tool.arguments)}}
 
 
-def _offer(words: Words, used: list[_Tool]) -> list[dict[str, Any]]:
-    """The declarations: those that are used, and some others, in any order."""
-    tools = {tool.topic: tool.schema for tool in used}
+def _offer(words: Words, used: list[_Tool]) -> list[_Tool]:
+    """Those that are used, and some others, in any order."""
+    tools = {tool.topic: tool for tool in used}
     for _ in range(words.rng.choice([0, 0, 1, 1, 2, 3])):
         other = _tool(words)
-        tools.setdefault(other.topic, other.schema)
-    listed = [_dress(words.rng, schema) for schema in tools.values()]
+        tools.setdefault(other.topic, other)
+    listed = list(tools.values())
     words.rng.shuffle(listed)
     return listed
 
@@ -458,17 +496,47 @@ def _expect_calls(tools: list[_Tool]) -> dict[str, Any]:
     return {"calls": [[tool.name, tool.arguments] for tool in tools]}
 
 
+def _wishes(tools: list[_Tool]) -> str:
+    """What each of them is asked for, one sentence after the other."""
+    *others, last = (tool.wish for tool in tools)
+    return " ".join([*(wish if wish[-1] in ".?!" else f"{wish}." for wish in others), last])
+
+
+def _answered(tool: _Tool) -> Message:
+    return {"role": "tool", "name": tool.name, "content": tool.result}
+
+
+def _telling(style: Style, tools: list[_Tool]) -> Message:
+    returned = " ".join(f"{tool.name} returned {tool.result}." for tool in tools)
+    return style.say(" ".join(tool.told for tool in tools), returned, "")
+
+
+def _with_tools(words: Words, item: Item, used: list[_Tool], style: Style) -> Item:
+    """The item with declarations: of what it uses, and of more."""
+    rng, offered = words.rng, _offer(words, used)
+
+    def before() -> list[Message]:
+        chosen = rng.sample(offered, min(len(offered), rng.choice([1, 1, 2])))
+        again = [tool.again() for tool in chosen]
+        answers = [_answered(tool) for tool in again]
+        return [_user(_wishes(again)), _calling(style, again), *answers, _telling(style, again)]
+
+    item.tools, item.before = [_dress(rng, tool.schema) for tool in offered], before
+    return item
+
+
 def tool_call(words: Words, style: Style) -> Item:
     """One call, among up to four tools; now and then none is needed."""
     rng = words.rng
     if rng.random() < 0.1:
         item = rng.choice([arithmetic, small_talk])(words, style)
-        item.kind, item.tools = "tool_call", _offer(words, [_tool(words)])
-        return item
+        item.kind = "tool_call"
+        return _with_tools(words, item, [_tool(words)], style)
     tool = _tool(words)
-    asked, answer, expect = [_user(tool.wish)], _calling(style, [tool]), _expect_calls([tool])
     choice = "required" if rng.random() < 0.05 else None
-    return _finish("tool_call", style, asked, answer, expect, tools=_offer(words, [tool]), tool_choice=choice)
+    asked, answer, expect = [_user(tool.wish)], _calling(style, [tool]), _expect_calls([tool])
+    item = _finish("tool_call", style, asked, answer, expect, tool_choice=choice)
+    return _with_tools(words, item, [tool], style)
 
 
 def tool_result(words: Words, style: Style) -> Item:
@@ -479,14 +547,15 @@ def tool_result(words: Words, style: Style) -> Item:
         tool = dataclasses.replace(
             tool, result=json.dumps({"error": reason}), told=f"That did not work: {reason}.", facts=[reason]
         )
-    messages = [_user(tool.wish), _calling(style, [tool]), {"role": "tool", "name": tool.name, "content": tool.result}]
-    answer = style.say(tool.told, f"{tool.name} returned {tool.result}.", "")
+    messages = [_user(tool.wish), _calling(style, [tool]), _answered(tool)]
+    answer = _telling(style, [tool])
     other = _tool(words)
     if rng.random() < 0.3 and other.topic != tool.topic:
         messages += [answer, _user(other.wish)]
-        offer, expect = _offer(words, [tool, other]), _expect_calls([other])
-        return _finish("tool_result", style, messages, _calling(style, [other]), expect, tools=offer)
-    return _finish("tool_result", style, messages, answer, {"words": tool.facts}, tools=_offer(words, [tool]))
+        item = _finish("tool_result", style, messages, _calling(style, [other]), _expect_calls([other]))
+        return _with_tools(words, item, [tool, other], style)
+    item = _finish("tool_result", style, messages, answer, {"words": tool.facts})
+    return _with_tools(words, item, [tool], style)
 
 
 def _elsewhere(words: Words, tool: _Tool, count: int) -> list[_Tool]:
@@ -509,10 +578,10 @@ def parallel_calls(words: Words, style: Style) -> Item:
         second = first
         while second.topic == first.topic:
             second = _tool(words)
-        pause = "" if first.wish[-1] in ".?!" else "."
-        used, wish = [first, second], f"{first.wish}{pause} {second.wish}"
-    expect = _expect_calls(used)
-    return _finish("parallel_calls", style, [_user(wish)], _calling(style, used), expect, tools=_offer(words, used))
+        used = [first, second]
+        wish = _wishes(used)
+    item = _finish("parallel_calls", style, [_user(wish)], _calling(style, used), _expect_calls(used))
+    return _with_tools(words, item, used, style)
 
 
 # ---- JSON ---------------------------------------------------------------------------------------
@@ -529,6 +598,27 @@ _SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def _field(words: Words, name: str, kind: str) -> Any:
+    """A value of a field."""
+    rng = words.rng
+    if kind == "array":
+        return rng.sample(COLORS, rng.randint(1, 3))
+    if name in ("color", "food", "pet"):
+        return rng.choice({"color": COLORS, "food": FOODS, "pet": ANIMALS}[name])
+    if name == "age":
+        return rng.randint(1, 99)
+    return words.person() if name == "name" else words.city() if name == "city" else _value(words, kind)
+
+
+def _listed(words: Words, values: dict[str, Any]) -> str:
+    """A sentence or a list with all of them, in any order."""
+    rng = words.rng
+    parts = [f"{name} {' '.join(v) if isinstance(v, list) else _said(v)}" for name, v in values.items()]
+    rng.shuffle(parts)
+    asked = rng.choice(["{}", "Extract: {}", "Give me JSON for {}", "As JSON: {}"])
+    return asked.format(rng.choice([", ", "; ", " and "]).join(parts) + ".")
+
+
 def json_answer(words: Words, style: Style) -> Item:
     """An object that fits a schema, from a sentence or a list."""
     rng = words.rng
@@ -539,32 +629,22 @@ def json_answer(words: Words, style: Style) -> Item:
             kinds[words.made_up((1, 2))] = rng.choice(["string", "integer", "boolean"])
         if words.mine(" ".join(sorted(kinds))):
             break
-    values: dict[str, Any] = {}
-    for name, kind in kinds.items():
-        if kind == "array":
-            values[name] = rng.sample(COLORS, rng.randint(1, 3))
-        elif name == "name":
-            values[name] = words.person()
-        elif name in ("color", "food", "pet"):
-            values[name] = rng.choice({"color": COLORS, "food": FOODS, "pet": ANIMALS}[name])
-        else:
-            values[name] = (
-                rng.randint(1, 99) if name == "age" else words.city() if name == "city" else _value(words, kind)
-            )
-    parts = [f"{name} {' '.join(v) if isinstance(v, list) else _said(v)}" for name, v in values.items()]
-    rng.shuffle(parts)
-    text = rng.choice(["{}", "Extract: {}", "Give me JSON for {}", "As JSON: {}"]).format(
-        rng.choice([", ", "; ", " and "]).join(parts) + "."
-    )
     order = rng.sample(list(kinds), len(kinds))  # the prompt shows properties sorted, what is required as it was given
+
+    def turn() -> tuple[dict[str, Any], list[Message]]:
+        values = {name: _field(words, name, kind) for name, kind in kinds.items()}
+        told = json.dumps({name: values[name] for name in order}, separators=(",", ":"))
+        return values, [_user(_listed(words, values)), style.say(told, f"The fields are {', '.join(order)}.", "")]
+
     shape = {
         "type": "object", "required": order, "additionalProperties": False,
         "properties": {name: _SHAPES[kinds[name]] for name in order},
     }  # fmt: skip
-    told = json.dumps({name: values[name] for name in order}, separators=(",", ":"))
-    answer = style.say(told, f"The fields are {', '.join(order)}.", "")
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": shape}}
-    return _finish("json", style, [_user(text)], answer, {"json": values}, response_format=form)
+    values, (asked, answer) = turn()
+    item = _finish("json", style, [asked], answer, {"json": values}, response_format=form)
+    item.before = lambda: turn()[1]
+    return item
 
 
 # ---- recall and memory --------------------------------------------------------------------------
@@ -604,11 +684,11 @@ def recall(words: Words, style: Style, length: int | None = None, questions: int
         words: of one split.
         style: of the answer.
         length: about the bytes of the text; None draws.
-        questions: in turns; None draws, more of them for long texts: their tokens are dear and teach little else.
+        questions: in turns; None draws: the tokens of the text are dear and teach little else.
     """
     rng = words.rng
     length = _text_length(rng) if length is None else length
-    questions = rng.randint(1, 2 if length < 1500 else 6) if questions is None else questions
+    questions = rng.randint(1, 6) if questions is None else questions
     lines, codes = _lines(words, length)
     messages: list[Message] = []
     for turn, who in enumerate(rng.sample(list(codes), min(questions, len(codes)))):
@@ -727,15 +807,15 @@ def image(words: Words, style: Style) -> Item:
 # ---- all of them --------------------------------------------------------------------------------
 
 KINDS: dict[str, tuple[Callable[[Words, Style], Item], float]] = {  # with their part of the training data
-    "arithmetic": (arithmetic, 0.24),
-    "tool_call": (tool_call, 0.16),
-    "tool_result": (tool_result, 0.08),
-    "parallel_calls": (parallel_calls, 0.09),
-    "json": (json_answer, 0.10),
-    "recall": (recall, 0.10),
+    "arithmetic": (arithmetic, 0.23),
+    "tool_call": (tool_call, 0.12),
+    "tool_result": (tool_result, 0.07),
+    "parallel_calls": (parallel_calls, 0.08),
+    "json": (json_answer, 0.11),
+    "recall": (recall, 0.11),
     "memory": (memory, 0.07),
-    "small_talk": (small_talk, 0.03),
-    "image": (image, 0.13),
+    "small_talk": (small_talk, 0.04),
+    "image": (image, 0.17),
 }
 
 
@@ -762,11 +842,17 @@ def make(seed: str, split: Split, kind: str | None = None, *, style: Style | Non
     name = rng.choices(list(KINDS), [share for _, share in KINDS.values()])[0]
     item = KINDS[name][0](words, style)
     if name in ("arithmetic", "small_talk", "image"):  # one preamble for several answers
-        for _ in range(rng.randint(0, 6) if name == "image" else rng.randint(0, 4)):
+        for _ in range(rng.randint(0, 6)):
             before = image if name == "image" else arithmetic if rng.random() < 0.85 else small_talk
             earlier = before(words, style)
             item.messages[:0] = [*earlier.messages, earlier.answer]
             item.images[:0] = earlier.images
+    elif item.before is not None:
+        for _ in range(rng.randint(0, 3)):
+            item.messages[:0] = item.before()
+    if rng.random() < 0.15:  # many clients send earlier answers back without their reasoning
+        item.messages = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in item.messages]
+        item.learn_history = False
     if rng.random() < 0.15:
         item.messages.insert(0, {"role": "system", "content": rng.choice(_SYSTEM)})
     return item

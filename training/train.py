@@ -66,22 +66,24 @@ class Settings:
         precision: "bf16" (autocast), "tf32" or "fp32".
         experts: "dense" (all experts of every token), "grouped" (the chosen ones, by grouped products), or "auto":
             grouped in bf16, which is what those products know on every device.
+        fuse: compile small kernels into larger ones, on GPUs.
         capture: replay the layers and the optimisers from CUDA graphs, on devices that have them.
     """
 
     seed: int = 0
     tokens: float = 300e6
-    batch_tokens: int = 65536
-    longest: int = 17_000
+    batch_tokens: int = 32768
+    longest: int = 16_384
     pool: int = data.POOL
-    lr: float = 3e-3
+    lr: float = 2.5e-3
     warmup: int = 200
-    decay: float = 0.4
-    qat_from: float = 0.2
+    decay: float = 0.8
+    qat_from: float = 0.0
     weight_decay: float = 0.05
     clip: float = 1.0
     precision: str = "bf16"
     experts: str = "auto"
+    fuse: bool = True
     capture: bool = True
 
     @property
@@ -184,6 +186,7 @@ class Trainer:
         self.graphs = Graphs(enabled=on_device and settings.capture)
         self.position, self.step, self.tokens, self.seconds = (0, 0), 0, 0, 0.0
         self.qat = False
+        self.fuse = on_device and settings.fuse
         self.curve: list[Record] = []
         self._recent: list[tuple[Tensor, Tensor, Tensor]] = []
         self.hooks: list[Callable[[Trainer], dict[str, float]]] = []
@@ -232,7 +235,8 @@ class Trainer:
         s, model = self.settings, self.model.language_model
         embeds = embeds.detach().requires_grad_()
         batch = batch_of(count, length, self.device)
-        with autocast(self.device, s.precision), ops.step(length, qat=self.qat, balance=True, grouped=s.grouped) as now:
+        options = {"qat": self.qat, "balance": True, "grouped": s.grouped, "fuse": self.fuse}
+        with autocast(self.device, s.precision), ops.step(length, **options) as now:
             hidden = model.hidden(batch, inputs_embeds=embeds)
         loss = F.cross_entropy(F.linear(hidden.to(model.dtype), model.lm_head.weight), labels, ignore_index=IGNORE)
         loss.backward()

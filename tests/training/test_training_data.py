@@ -200,6 +200,33 @@ def test_chats_over_several_pictures_keep_their_order():
     assert len(questions) == len(item.images)
 
 
+def test_answers_sent_back_without_reasoning_are_read_but_not_learnt():
+    tok = load_tokenizer()
+    items = (tasks.make(f"back {i}", "train") for i in range(400))
+    item = next(x for x in items if not x.learn_history and any(m["role"] == "assistant" for m in x.messages))
+    assert not any("reasoning_content" in message for message in item.messages)
+    sample = data.encode(item, tok)
+    item.learn_history = True
+    more = data.encode(item, tok)
+    assert sample.ids == more.ids
+    assert 0 < sum(sample.learn) < sum(more.learn)
+    first = sample.learn.index(True)
+    assert sample.learn[first:] == more.learn[first:]
+
+
+@pytest.mark.parametrize("kind", ["tool_call", "parallel_calls", "tool_result", "json"])
+def test_chats_over_several_turns_keep_their_declarations(kind):
+    item = next(x for x in (tasks.make(f"turns {i}", "train") for i in range(300)) if x.kind == kind and x.before)
+    turn = item.before()
+    assert turn[0]["role"] == "user"
+    assert turn[-1]["role"] == "assistant"
+    if item.tools:
+        declared = {tool["function"]["name"] for tool in item.tools}
+        called = [call["function"]["name"] for call in turn[1]["tool_calls"]]
+        assert called == [message["name"] for message in turn if message["role"] == "tool"]
+        assert set(called) <= declared
+
+
 def test_tokens_are_counted_by_kind():
     table = data.token_table(60)
     assert {kind for kind, *_ in table} <= set(tasks.KINDS)
