@@ -123,7 +123,9 @@ def run_speed(
     prompts, paces = chats(96), {}
     for requests, spec in itertools.product(batches, (None, SpecConfig(draft=proposer))):
         model = KimiK3ForConditionalGeneration.from_pretrained(folder, device=device, dtype=dtype, progress=False)
-        config = EngineConfig(max_running_requests=requests, spec=spec, disable_radix_cache=True)
+        config = EngineConfig(
+            max_running_requests=requests, max_total_tokens=32768, spec=spec, disable_radix_cache=True
+        )
         paces[requests, spec is not None] = Pace(Engine(model, config), prompts, requests)
     for number in range(rounds + 1):  # the first one captures and compiles
         for pace in paces.values():

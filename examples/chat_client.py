@@ -7,7 +7,7 @@ from openai import BadRequestError, OpenAI
 client = OpenAI(base_url=sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:30000/v1", api_key="none")
 model = client.models.list().data[0].id
 messages = [{"role": "user", "content": "Hello"}]
-settings = {"model": model, "messages": messages, "max_tokens": 16, "reasoning_effort": "none"}
+settings = {"model": model, "messages": messages, "max_tokens": 64, "reasoning_effort": "none"}
 
 answer = client.chat.completions.create(**settings, temperature=0)
 print(repr(answer.choices[0].message.content), answer.choices[0].finish_reason)

@@ -1,26 +1,30 @@
-"""Load a checkpoint and generate: several prompts at once, then one as a stream."""
+"""Load a checkpoint and generate: several chats at once, then one as a stream."""
 
-import tempfile
+import torch
 
-from k3lib import Engine, KimiK3ForCausalLM, SamplingParams
-from k3lib.server.tiny import make_tiny
+from k3lib import Engine, SamplingParams, nano
+from k3lib.server.chat import encode_segments, render_chat
+from k3lib.server.tokenizer import IncrementalDecoder, load_tokenizer
 
-with tempfile.TemporaryDirectory() as folder:
-    make_tiny(folder)  # random weights in the released layout, 3 MB
-    model = KimiK3ForCausalLM.from_pretrained(folder)
+engine = Engine.from_pretrained(nano.folder(), dtype=torch.float32)  # or any other folder in the released layout
+tok = load_tokenizer()  # its tokens are bytes
 
-engine = Engine(model)
-greedy = SamplingParams(temperature=0, max_new_tokens=8)
-outputs = engine.generate([[1, 2, 3], [4, 5, 6, 7]], greedy)
-for out in outputs:
-    print(out.prompt_ids, "->", out.token_ids, out.finish)
 
-streamed = []
-for token in engine.stream([1, 2, 3], greedy):
-    print(token, end=" ", flush=True)
-    streamed.append(token)
-print()
-assert len(streamed) == 8
+def chat(question):
+    return encode_segments(tok, render_chat([{"role": "user", "content": question}], thinking=False))
+
+
+end = tok.special["<|close|>"]  # of what is said; brackets of the message would follow
+greedy = SamplingParams(temperature=0, max_new_tokens=80, stop_token_ids=(end,))
+questions = ["What is 7 + 8?", "Hello"]
+for question, out in zip(questions, engine.generate(list(map(chat, questions)), greedy), strict=True):
+    print(question, "->", repr(tok.decode(out.token_ids[:-1])), out.finish)
+
+decoder = IncrementalDecoder(tok)
+for token in engine.stream(chat("Thanks"), greedy):
+    if token != end:
+        print(decoder.push([token]), end="", flush=True)
+print(decoder.finish())
 
 drawn = [engine.generate([[1, 2, 3]], SamplingParams(seed=7, max_new_tokens=8))[0].token_ids for _ in range(2)]
 print("equal seeds, equal tokens:", drawn[0] == drawn[1])

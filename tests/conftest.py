@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 
 from k3lib.ops import Target
+from k3lib.server.tiny import make_tiny
 
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=12)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=12, derandomize=True, print_blob=True)
@@ -35,6 +36,12 @@ def seed():
 def device():
     """Where the tests of implementations put their tensors."""
     return {"cuda": "cuda", "rocm": "cuda", "npu": "npu", "cpu": "cpu"}[Target.detect().platform]
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """The tiny model of random weights, for tests that need any model, quickly."""
+    return make_tiny(tmp_path_factory.mktemp("tiny"), mxfp4=False)
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from k3lib import Engine, KimiK3ForCausalLM, SamplingParams
+from k3lib import Engine, KimiK3ForCausalLM, SamplingParams, nano
 from k3lib.cache import CacheConfig, HybridCache, plan_memory
 from k3lib.checkpoint import Folder, read_header
 from k3lib.config import KimiK3Config
+from k3lib.server.chat import encode_segments, render_chat
 from k3lib.server.cli import main
 from k3lib.server.tiny import make_tiny, make_tiny_draft
+from k3lib.server.tokenizer import load_tokenizer
 from k3lib.spec import DSpark
 
 SIZE_LIMIT = 10_000_000
@@ -111,8 +113,23 @@ def test_generate_from_ids_is_the_engines_greedy_output(k3lib, tiny):
 def test_generate_with_few_resident_experts_says_the_same(k3lib, tiny):
     args = ("generate", "--model-path", tiny, "--ids", 1, 2, 3, "--max-new-tokens", 6, "--temperature", 0)
     assert k3lib(*args, "--resident-experts", 4)[:2] == k3lib(*args)[:2]
-    status, _, err = k3lib("generate", "--ids", 1, "--resident-experts", 4)
-    assert (status, err) == (2, "error: --resident-experts needs --model-path\n")
+
+
+def test_generate_without_a_model_runs_nano_whole_or_in_part(k3lib):
+    args = ("generate", "--prompt", "Hi", "--max-new-tokens", 4, "--temperature", 0, "--ignore-eos")
+    whole = k3lib(*args)
+    assert whole[0] == 0
+    assert k3lib(*args, "--model-path", nano.NAME, "--resident-experts", 4)[:2] == whole[:2]
+    assert k3lib(*args, "--layers", 1)[1] != whole[1]
+
+
+def test_generate_asks_like_a_user(k3lib, tiny):
+    args = ("generate", "--model-path", tiny, "--max-new-tokens", 4, "--temperature", 0)
+    asked = encode_segments(load_tokenizer(), render_chat([{"role": "user", "content": "Hi"}]))
+    _, plain, _ = k3lib(*args, "--prompt", load_tokenizer().decode(asked))
+    assert k3lib(*args, "--prompt", "Hi", "--chat") == (0, plain, "")
+    assert k3lib(*args, "--prompt", "Hi")[1] != plain
+    assert k3lib("generate", "--ids", 1, "--chat")[2] == "error: generate: --chat needs --prompt TEXT\n"
 
 
 def test_generate_from_text_uses_the_bytes_tokenizer(k3lib, tiny):
@@ -197,7 +214,8 @@ def k3_folder(tmp_path):
 
 def test_plan_prints_the_plan_of_the_library(k3lib):
     status, out, err = k3lib("plan", "--rest-gib", 0.5, "--tp-size", 2, "--max-running-requests", 7, "--page-size", 16)
-    want = plan_memory(KimiK3Config.tiny(), rest_bytes=1 << 29, tp_size=2, max_running_requests=7, page_size=16)
+    config = KimiK3Config.from_hf(Folder(nano.folder()).config())  # what is planned for if nothing else is named
+    want = plan_memory(config, rest_bytes=1 << 29, tp_size=2, max_running_requests=7, page_size=16)
     assert (status, out, err) == (0, f"{want}\n", "")
 
 
@@ -274,7 +292,7 @@ def test_plan_takes_what_weights_and_activations_leave(k3lib, k3_folder):
         ("--rest-gib 1 --tp-size 3", "does not divide the 4 KDA heads"),
         ("--rest-gib 1 --dp-size 0", "dp_size must be an integer >= 1"),
         ("--rest-gib nan", "rest_bytes must be a finite number"),
-        ("--rest-gib 0.0001", "One request needs 672,768 bytes of states"),
+        ("--rest-gib 0.0001", "One request needs 2,104,320 bytes of states"),
         ("--rest-gib 1 --speculative-dspark-block-size 3", "needs --speculative-algorithm DSPARK"),
         ("--rest-gib 1 --speculative-algorithm DSPARK --speculative-dspark-block-size 0", "verify_window must be"),
         ("--rest-gib 1 --tokens-per-request 0", "avg_request_length must be > 0"),

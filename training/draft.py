@@ -150,7 +150,7 @@ class DraftTrainer:
     """
 
     def __init__(
-        self, model: KimiK3ForConditionalGeneration, *, seed: int = 0, tokens: float = 60e6, batch_tokens: int = 32768,
+        self, model: KimiK3ForConditionalGeneration, *, seed: int = 0, tokens: float = 40e6, batch_tokens: int = 32768,
         anchors: int = 24, longest: int = 4000, lr: float = 2e-3, warmup: int = 100, precision: str = "bf16",
         capture: bool = True,
     ) -> None:  # fmt: skip
@@ -310,8 +310,8 @@ def main() -> None:
     """Train as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="folder of training.train")
-    parser.add_argument("--minutes", type=float, default=4.0)
-    parser.add_argument("--tokens", type=float, default=60e6)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which it saves and ends")
+    parser.add_argument("--tokens", type=float, default=40e6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +49,6 @@ class Step:
         length: S, tokens of every sequence.
         qat: round the weights of experts as MXFP4 does; gradients pass as if they were not rounded.
         grouped: compute the chosen experts by grouped products instead of all of them.
-        fuse: compile what is many small kernels after one another; takes half a minute at first.
         balance: collect new correction biases of the routers.
         biases: the routers' biases and what they should become, in the order of the layers.
         loads: tokens of the busiest expert over the mean, of each layer.
@@ -60,7 +58,6 @@ class Step:
     qat: bool = False
     balance: bool = False
     grouped: bool = False
-    fuse: bool = False
     biases: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     loads: list[Tensor] = field(default_factory=list)
 
@@ -73,11 +70,9 @@ _step: contextvars.ContextVar[Step | None] = contextvars.ContextVar("training_st
 
 
 @contextlib.contextmanager
-def step(
-    length: int, *, qat: bool = False, balance: bool = False, grouped: bool = False, fuse: bool = False
-) -> Iterator[Step]:
+def step(length: int, *, qat: bool = False, balance: bool = False, grouped: bool = False) -> Iterator[Step]:
     """Announce a forward pass over sequences of `length` tokens; the other arguments are those of `Step`."""
-    made = Step(length, qat, balance, grouped, fuse)
+    made = Step(length, qat, balance, grouped)
     token = _step.set(made)
     try:
         yield made
@@ -90,18 +85,6 @@ def _now() -> Step:
     if now is None:
         raise ConfigError("the training ops need `with step(length):` around the forward pass")
     return now
-
-
-def _fusable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled in steps that ask for it: for any length and number of sequences at once, but for a single one."""
-    compiled = torch.compile(function, dynamic=True, fullgraph=True)
-
-    @functools.wraps(function)
-    def run(*args: Any) -> Any:
-        now = _step.get()
-        return (compiled if now is not None and now.fuse else function)(*args)
-
-    return run
 
 
 def _rectangle(x: Tensor, cu_seqlens: Tensor) -> tuple[int, int]:
@@ -216,7 +199,6 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) ->
     return _combine(_InverseUnitLower.apply(k_pairs), q_pairs, q, k, v, total, beta)
 
 
-@_fusable
 def _pairs(q: Tensor, k: Tensor, total: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """What keys have in common with earlier keys, times beta, and queries with keys: `[n, B, H, C, C]`."""
     middle = total[..., CHUNK // 2 - 1 : CHUNK // 2, :]
@@ -224,7 +206,6 @@ def _pairs(q: Tensor, k: Tensor, total: Tensor, beta: Tensor) -> tuple[Tensor, T
     return beta * ((k * grown) @ right).tril(-1), ((q * grown) @ right).tril()
 
 
-@_fusable
 def _combine(
     inverse: Tensor, q_pairs: Tensor, q: Tensor, k: Tensor, v: Tensor, total: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -249,7 +230,6 @@ def _short_conv(x: Tensor, weight: Tensor) -> Tensor:
     return F.silu(sum(padded[:, j : j + length] * weight[:, j] for j in range(width)))
 
 
-@_fusable
 def _kda_inputs(
     qkv: Tensor, gate: Tensor, beta: Tensor, decay_rate: Tensor, dt_bias: Tensor, bound: float | None,
     conv_weight: Tensor, scale: float,
@@ -265,7 +245,6 @@ def _kda_inputs(
     return tuple(map(_cut, (q, k, v, log_decay, wide[..., None])))
 
 
-@_fusable
 def _kda_back(
     local: Tensor, read: Tensor, states: Tensor, out_gate: Tensor, norm_weight: Tensor, norm_eps: float
 ) -> Tensor:
@@ -313,7 +292,6 @@ def _rms_norm(x, weight, *, eps):
     return F.rms_norm(wide, weight.shape, weight.to(wide.dtype), eps)
 
 
-@_fusable
 def _read_blocks(
     p: Tensor, bank: Tensor, score_weight: Tensor, norm_weight: Tensor | None, eps: float, out_eps: float
 ) -> Tensor:
@@ -401,7 +379,6 @@ def fake_mxfp4(w: Tensor) -> Tensor:
     return w + (rounded - w).detach()
 
 
-@_fusable
 def _situ(gate_up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
     gate, up = gate_up.to(compute_dtype(gate_up)).chunk(2, dim=-1)
     if linear_beta is not None:

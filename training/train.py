@@ -66,12 +66,11 @@ class Settings:
         precision: "bf16" (autocast), "tf32" or "fp32".
         experts: "dense" (all experts of every token), "grouped" (the chosen ones, by grouped products), or "auto":
             grouped in bf16, which is what those products know on every device.
-        fuse: compile small kernels into larger ones, on GPUs.
         capture: replay the layers and the optimisers from CUDA graphs, on devices that have them.
     """
 
     seed: int = 0
-    tokens: float = 300e6
+    tokens: float = 228_888_000
     batch_tokens: int = 32768
     longest: int = 16_384
     pool: int = data.POOL
@@ -83,7 +82,6 @@ class Settings:
     clip: float = 1.0
     precision: str = "bf16"
     experts: str = "auto"
-    fuse: bool = True
     capture: bool = True
 
     @property
@@ -186,7 +184,6 @@ class Trainer:
         self.graphs = Graphs(enabled=on_device and settings.capture)
         self.position, self.step, self.tokens, self.seconds = (0, 0), 0, 0, 0.0
         self.qat = False
-        self.fuse = on_device and settings.fuse
         self.curve: list[Record] = []
         self._recent: list[tuple[Tensor, Tensor, Tensor]] = []
         self.hooks: list[Callable[[Trainer], dict[str, float]]] = []
@@ -235,8 +232,7 @@ class Trainer:
         s, model = self.settings, self.model.language_model
         embeds = embeds.detach().requires_grad_()
         batch = batch_of(count, length, self.device)
-        options = {"qat": self.qat, "balance": True, "grouped": s.grouped, "fuse": self.fuse}
-        with autocast(self.device, s.precision), ops.step(length, **options) as now:
+        with autocast(self.device, s.precision), ops.step(length, qat=self.qat, balance=True, grouped=s.grouped) as now:
             hidden = model.hidden(batch, inputs_embeds=embeds)
         loss = F.cross_entropy(F.linear(hidden.to(model.dtype), model.lm_head.weight), labels, ignore_index=IGNORE)
         loss.backward()
@@ -291,7 +287,8 @@ class Trainer:
             if out is not None and time.monotonic() - saved > 120:
                 self.save(out)
                 saved = time.monotonic()
-        self.record()
+        if 2 * len(self._recent) >= every or not self.curve:  # the mean of a few steps says little
+            self.record()
         if out is not None:
             self.save(out)
 
@@ -410,7 +407,7 @@ def main() -> None:
     """Train as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which it saves and ends")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1))
     parser.add_argument("--every", type=int, default=50, help="steps of a line of the curve")

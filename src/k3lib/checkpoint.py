@@ -629,7 +629,8 @@ def _memory(module: nn.Module, name: str, device: torch.device | str) -> Tensor:
     old = module._parameters[name]
     assert old is not None, "modules have no empty parameters"
     if old.is_meta:
-        new = nn.Parameter(torch.empty_like(old, device=device))
+        # not empty_like: of a meta tensor it imports the compiler, for more than half a second
+        new = nn.Parameter(torch.empty(old.shape, dtype=old.dtype, device=device))
         if hasattr(old, "placement"):
             new.placement = old.placement  # type: ignore[attr-defined]
         module._parameters[name] = old = new

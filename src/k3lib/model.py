@@ -763,6 +763,8 @@ class KimiK3ForCausalLM(K3Module):
 
 
 def _last_tokens(hidden: Tensor, batch: Batch) -> Tensor:
+    if hidden.shape[0] == len(batch.new_tokens) and all(batch.new_tokens):
+        return hidden  # one of each
     last = batch.cu_seqlens[1:].long() - 1
     if all(batch.new_tokens):
         return hidden[last]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 
+from k3lib import nano
 from k3lib.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -98,10 +99,13 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 class Folder:
-    """A weights folder on disk, or on the Hugging Face hub (files come when they are asked for)."""
+    """A weights folder on disk, the model of the package by its name, or a name on the Hugging Face hub.
+
+    Files of the hub come when they are asked for.
+    """
 
     def __init__(self, path: str | PathLike[str], *, revision: str | None = None) -> None:
-        self.path = Path(path)
+        self.path = nano.folder() if nano.is_meant(str(path)) else Path(path)
         self.revision = revision
         self.is_local = self.path.is_dir()
         if not self.is_local and (self.path.exists() or len(self.path.parts) != 2 or self.path.is_absolute()):

@@ -60,8 +60,12 @@ def scripted(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """The built-in model, as it comes."""
-    log = tmp_path_factory.mktemp("tiny") / "log"
-    server = Server(log, "tiny", "-c", "from k3lib.server.cli import serve; serve()", "--port", "{port}")
+    """A real model of random weights."""
+    folder = tmp_path_factory.mktemp("tiny") / "tiny"
+    make = "import sys; from k3lib.server.tiny import make_tiny; make_tiny(sys.argv[1])"
+    subprocess.run([PYTHON, "-c", make, folder], check=True)
+    model = f"--model-path {folder} --served-model-name tiny --dtype float32 --checkpoint-grid 64".split()
+    serve = "from k3lib.server.cli import serve; serve()"
+    server = Server(folder.parent / "log", "tiny", "-c", serve, *model, "--port", "{port}")
     yield server
     server.stop()

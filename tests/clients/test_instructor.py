@@ -42,7 +42,7 @@ def test_tools(scripted, mode):
     assert person.model_dump() == {"name": "Ada", "age": 36}
 
 
-def test_the_built_in_model_is_held_to_the_schema(tiny):
+def test_a_random_model_is_held_to_the_schema(tiny):
     # not with TOOLS_STRICT: this library does not send "strict" with its tools
     settings = {"max_tokens": 400, "temperature": 0, "extra_body": {"chat_template_kwargs": {"thinking": False}}}
     client = client_of(tiny, instructor.Mode.JSON_SCHEMA)

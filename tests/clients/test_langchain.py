@@ -82,7 +82,7 @@ def test_structured_output(scripted, method):
     assert model.invoke("Ada is 36 years old.") == Person(name="Ada", age=36)
 
 
-def test_the_built_in_model_is_held_to_the_schema(tiny):
+def test_a_random_model_is_held_to_the_schema(tiny):
     model = model_of(tiny, max_tokens=400, temperature=0, reasoning_effort="none")
     for method, more in (("json_schema", {}), ("function_calling", {"strict": True})):
         assert model.with_structured_output(Sound, method=method, **more).invoke("What?").color in ("red", "blue")

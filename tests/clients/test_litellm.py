@@ -74,7 +74,7 @@ def test_old_completions(tiny):
     assert answer.usage.completion_tokens == 4
 
 
-def test_built_in_model(tiny):
+def test_a_real_model(tiny):
     answer = ask(tiny, HI, max_tokens=8, temperature=0)
     assert answer.usage.completion_tokens <= 8
     pieces = list(ask(tiny, HI, max_tokens=8, temperature=0, stream=True))

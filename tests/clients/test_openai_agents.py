@@ -104,7 +104,7 @@ def test_strict_and_forced_tools(scripted):
     assert body["tools"][0]["function"]["strict"] is True
 
 
-def test_the_built_in_model_is_held_to_the_schema(tiny):
+def test_a_random_model_is_held_to_the_schema(tiny):
     settings = ModelSettings(max_tokens=400, temperature=0, extra_body={"reasoning_effort": "none"})
     assert run(agent_of(tiny, output_type=Sound, model_settings=settings), "What?").final_output.color in (
         "red",
@@ -112,7 +112,7 @@ def test_the_built_in_model_is_held_to_the_schema(tiny):
     )
 
 
-def test_built_in_model(tiny):
+def test_a_real_model(tiny):
     settings = ModelSettings(max_tokens=8, temperature=0, extra_body={"reasoning_effort": "none"})
     assert isinstance(run(agent_of(tiny, model_settings=settings), "hi").final_output, str)
 

@@ -84,13 +84,13 @@ def test_structured_output(scripted, kind):
 
 
 @pytest.mark.parametrize("kind", [NativeOutput, ToolOutput], ids=lambda kind: kind.__name__)
-def test_the_built_in_model_is_held_to_the_schema(tiny, kind):
+def test_a_random_model_is_held_to_the_schema(tiny, kind):
     output = ToolOutput(Sound, strict=True) if kind is ToolOutput else NativeOutput(Sound, strict=True)
     settings = {"max_tokens": 400, "temperature": 0, "extra_body": {"reasoning_effort": "none"}}
     assert agent_of(tiny, output_type=output).run_sync("What?", model_settings=settings).output.color in ("red", "blue")
 
 
-def test_built_in_model(tiny):
+def test_a_real_model(tiny):
     more = {"ignore_eos": True, "reasoning_effort": "none"}
     settings = {"max_tokens": 8, "temperature": 0, "seed": 3, "extra_body": more}
     assert agent_of(tiny).run_sync("hi", model_settings=settings).output

@@ -111,6 +111,20 @@ def test_joined_weights_are_those_of_the_modules_with_or_without_padding(outputs
         assert not part(x)[:, outputs:].any()
 
 
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "dtype", "columns"),
+    [(8, 20, F32, True), (64, 20, F32, False), (8, 20, BF16, False), (540, 994, F32, False)],
+    ids=["small", "wide", "bf16", "large"],
+)
+def test_small_tall_fp32_weights_are_joined_by_columns(inputs, outputs, dtype, columns):
+    modules = [seed_weights(Linear(inputs, n, dtype=dtype), seed=n) for n in (outputs, 30)]
+    before = [module.weight.clone() for module in modules]
+    part = Fused(*modules)
+    part.fuse()
+    assert part.weight.stride() == ((1, part.weight.shape[0]) if columns else (inputs, 1))
+    assert all(module.weight.equal(weight) for module, weight in zip(modules, before, strict=True))
+
+
 # ---- embedding
 
 

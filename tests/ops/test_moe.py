@@ -304,9 +304,11 @@ def test_ranks_add_up_to_the_whole(impl, tokens):
 
 
 @every_runner
-def test_one_expert_chosen_twice_counts_twice(impl):
-    x, prepared = draw(3, 12), plain_experts()
-    ids, weights = torch.full((3, 2), 5, dtype=torch.int32), torch.tensor([[0.25, 0.5]] * 3)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_one_expert_chosen_twice_counts_twice(impl, tokens):
+    x, prepared = draw(tokens, 12), plain_experts()
+    ids = torch.tensor([[5, 1, 5]] * tokens, dtype=torch.int32)
+    weights = torch.tensor([[0.25, 0.125, 0.5]] * tokens)
     want = dense(x, ids, weights, prepared.w13, prepared.w2)
     assert_close("out", want, able(impl, x, ids, weights, prepared), tolerance("experts", F32))
 
@@ -341,6 +343,57 @@ def test_packed_experts_equal_decoded_ones(impl, kind, tokens, dtype):
     ids, weights = routes(tokens, 4, 12)
     want = dense(x, ids, weights, w13, w2, first=2)
     assert_close("out", want, able(impl, x, ids, weights, prepared), tolerance("experts", dtype))
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
+def test_kept_decoded_experts_follow_every_change(kind, tokens):
+    prepared, other = packed_experts(kind)[0], packed_experts(kind)[0]
+    x, (ids, weights) = draw(tokens, 64), routes(tokens, 4, 8)
+    before = experts(x, ids, weights, prepared, act_fn=SITU)
+    other.w13[:, :, 0] ^= 0x11
+
+    def changed():
+        return experts(x, ids, weights, prepared, act_fn=SITU), experts(x, ids, weights, other, act_fn=SITU)
+
+    prepared.w13.copy_(other.w13)  # written
+    got, want = changed()
+    assert got.equal(want)
+    assert not got.equal(before)
+    prepared.w2 = other.w2 = other.w2.flip(0)  # replaced
+    got, want = changed()
+    assert got.equal(want)
+    prepared.first_expert = other.first_expert = -1  # the same matrices under other numbers
+    got, want = changed()
+    assert got.equal(want)
+    assert not got.equal(before)
+
+
+@pytest.mark.parametrize(("width", "intermediate", "times"), [(64, 32, 1), (512, 352, 3)], ids=["small", "large"])
+def test_small_packed_experts_are_decoded_once(width, intermediate, times, monkeypatch):
+    """16 MiB of fp32 matrices a layer are kept; those of the larger ones would be 16.5 MiB."""
+    plain = plain_experts(width=width, intermediate=intermediate)
+    (w13, s13), (w2, s2) = mxfp4_encode(plain.w13), mxfp4_encode(plain.w2)
+    prepared = ExpertWeights(w13=w13, w2=w2, w13_scale=s13, w2_scale=s2, format="mxfp4")
+    asked, decode = [], ExpertWeights.decode
+    monkeypatch.setattr(ExpertWeights, "decode", lambda self, *args: asked.append(self.format) or decode(self, *args))
+    x, (ids, weights) = draw(1, width), routes(1, 4, 8)
+    outs = [experts(x, ids, weights, prepared, act_fn=SITU) for _ in range(3)]
+    assert asked.count("mxfp4") == times
+    assert outs[0].equal(outs[2])
+    want = dense(x, ids, weights, mxfp4_decode(w13, s13, F32), mxfp4_decode(w2, s2, F32))
+    assert_close("out", want, outs[0], tolerance("experts", F32))
+
+
+def test_packed_experts_made_in_inference_mode_are_not_kept():
+    """Torch does not count writes to such tensors."""
+    with torch.inference_mode():
+        prepared = packed_experts("mxfp4")[0]
+        x, (ids, weights) = draw(1, 64), routes(1, 4, 8)
+        before = experts(x, ids, weights, prepared, act_fn=SITU)
+        prepared.w2.zero_()
+        assert experts(x, ids, weights, prepared, act_fn=SITU).eq(0).all()
+        assert not before.eq(0).all()
 
 
 @pytest.mark.parametrize("kind", ["bf16", "mxfp4", "nvfp4"])

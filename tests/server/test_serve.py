@@ -1,12 +1,7 @@
-"""The real process with the built-in model, used through the real `openai` client."""
+"""The real process with the tiny model, used through the real `openai` client."""
 
 import json
-import os
-import re
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,72 +9,24 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from process import Server
 
 from k3lib.server.tiny import make_tiny
 
-SCRIPT = "from k3lib.server.cli import serve; serve()"
 GRID = 128
-TINY = {"model": "tiny"}
 
 
-class Server:
-    """A process of `k3lib-serve`."""
-
-    def __init__(self, folder, *flags):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self.log = folder / f"log-{port}"
-        command = [sys.executable, "-c", SCRIPT, "--port", str(port), *map(str, flags)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=env)
-        line = self.process.stdout.readline()
-        assert re.match(rf"serving tiny on {self.url}", line), self.log.read_text()
-        self.http = httpx.Client(base_url=self.url, timeout=60)
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-    def chat(self, content="Say hi.", **more):
-        messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
-        return self.client.chat.completions.create(**{**TINY, "messages": messages, "max_tokens": 24, **more})
-
-    def complete(self, prompt="abc", **more):
-        return self.client.completions.create(**{**TINY, "prompt": prompt, "max_tokens": 6, "temperature": 0, **more})
-
-    def post(self, path, body=None):
-        return self.http.post(path, json={} if body is None else body)
-
-    def info(self):
-        return self.http.get("/server_info").json()
-
-    def metrics(self):
-        families = text_string_to_metric_families(self.http.get("/metrics").text)
-        return {sample.name: sample.value for family in families for sample in family.samples}
-
-    def state(self):
-        return self.info()["internal_states"][0]
-
-    def wait_until(self, is_so):
-        for _ in range(200):
-            state = self.state()
-            if is_so(state):
-                return state
-            time.sleep(0.05)
-        raise AssertionError(state)
-
-    def stop(self):
-        self.http.close()
-        self.process.terminate()
-        self.process.stdout.close()
-        return self.process.wait(20)
+def start(folder, model, *flags):
+    """A server of the tiny model."""
+    return Server(
+        folder, "tiny", "--model-path", model, "--served-model-name", "tiny", "--dtype", "float32", *flags
+    ).wait()
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server(tmp_path_factory, tiny_folder):
     flags = ("--checkpoint-grid", GRID, "--max-running-requests", 4, "--max-queued-requests", 3, "--log-format", "json")
-    server = Server(tmp_path_factory.mktemp("serve"), *flags)
+    server = start(tmp_path_factory.mktemp("serve"), tiny_folder, *flags)
     yield server
     assert server.stop() == 0
 
@@ -381,7 +328,7 @@ def test_clients_that_leave_free_their_requests(server):
 
 
 def test_a_client_that_does_not_wait_for_its_answer_frees_its_request(server):
-    body = {**TINY, "prompt": "abc", "max_tokens": 4000, "ignore_eos": True}
+    body = {"model": "tiny", "prompt": "abc", "max_tokens": 4000, "ignore_eos": True}
     with pytest.raises(httpx.TimeoutException):
         server.http.post("/v1/completions", json=body, timeout=0.3)
     server.wait_until(lambda s: not s["running"])
@@ -490,9 +437,9 @@ def test_the_log_is_json_without_prompts(server):
     assert "secret" not in server.log.read_text()
 
 
-def test_sigterm_finishes_what_runs_and_refuses_what_comes(tmp_path):
+def test_sigterm_finishes_what_runs_and_refuses_what_comes(tmp_path, tiny_folder):
     flags = ("--api-key", "open", "--admin-api-key", "sesame", "--disable-radix-cache", "--drain-timeout", 20)
-    server = Server(tmp_path, *flags)
+    server = start(tmp_path, tiny_folder, *flags)
     with pytest.raises(openai.AuthenticationError):
         server.complete()
     server.client = server.client.with_options(api_key="open")
@@ -518,8 +465,8 @@ def test_sigterm_finishes_what_runs_and_refuses_what_comes(tmp_path):
     server.process.stdout.close()
 
 
-def test_the_limit_of_a_drain_aborts(tmp_path):
-    server = Server(tmp_path, "--drain-timeout", 0.3)
+def test_the_limit_of_a_drain_aborts(tmp_path, tiny_folder):
+    server = start(tmp_path, tiny_folder, "--drain-timeout", 0.3)
     with Streams(server, 2) as streams:
         server.process.send_signal(signal.SIGTERM)
         assert server.stop() == 0

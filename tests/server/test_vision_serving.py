@@ -1,4 +1,4 @@
-"""Images end to end: the app over the real engine with the built-in model, and the flags about them."""
+"""Images end to end: the app over the real engine with a small random model, and the flags about them."""
 
 import asyncio
 import base64
@@ -30,7 +30,7 @@ from k3lib.server.app import create_app
 from k3lib.server.image_input import ImageLimits
 from k3lib.server.images import DEFAULT
 from k3lib.server.loading import load_model
-from k3lib.server.tiny import make_tiny
+from k3lib.server.tiny import add_vision, make_tiny, tiny_model
 from k3lib.server.tokenizer import load_tokenizer
 from k3lib.server.vision import LOW_MEMORY_RUNNING, image_reader, low_memory_profile
 
@@ -325,10 +325,10 @@ def test_a_checkpoint_is_served_with_its_tower(tmp_path, caplog):
     make_tiny(tmp_path / "seeing", mxfp4=False)
     loaded = load_model(str(tmp_path / "seeing"), device="cpu", dtype="float32", vision=True)
     assert isinstance(loaded, KimiK3ForConditionalGeneration)
-    built_in = load_model(None, vision=True)
+    made = add_vision(tiny_model(dtype=torch.float32))
     for name, value in loaded.named_parameters():
         if not name.startswith("language_model."):
-            assert value.equal(built_in.get_parameter(name)), name
+            assert value.equal(made.get_parameter(name)), name
     assert type(load_model(str(tmp_path / "seeing"), device="cpu")) is KimiK3ForCausalLM
     make_tiny(tmp_path / "text", mxfp4=False, vision=False)
     assert type(load_model(str(tmp_path / "text"), device="cpu", vision=True)) is KimiK3ForCausalLM
@@ -337,10 +337,10 @@ def test_a_checkpoint_is_served_with_its_tower(tmp_path, caplog):
     write(tmp_path / "blind", config, blind)
     assert type(load_model(str(tmp_path / "blind"), device="cpu", vision=True)) is KimiK3ForCausalLM
     assert "has a vision_config but no vision tensors" in caplog.text
-    assert image_reader(built_in, TOK, LIMITS, model_path=str(tmp_path / "seeing")).config == DEFAULT
+    assert image_reader(made, TOK, LIMITS, model_path=str(tmp_path / "seeing")).config == DEFAULT
     (tmp_path / "seeing" / "preprocessor_config.json").write_text('{"media_proc_cfg": {"patch_size": 16}}')
     with pytest.raises(ConfigError, match="differ from the vision tower's"):
-        image_reader(built_in, TOK, LIMITS, model_path=str(tmp_path / "seeing"))
+        image_reader(made, TOK, LIMITS, model_path=str(tmp_path / "seeing"))
 
 
 def test_another_placeholder_in_the_configuration_is_only_a_warning(model, caplog):
@@ -366,8 +366,8 @@ def test_the_profile_for_little_memory_changes_what_was_not_asked_for():
 
 
 @pytest.mark.parametrize("low_memory", [False, True])
-def test_flags_reach_engine_and_reader(monkeypatch, caplog, low_memory):
-    from k3lib.server.config import ServeConfig, VisionFlags  # noqa: PLC0415
+def test_flags_reach_engine_and_reader(monkeypatch, caplog, tiny_folder, low_memory):
+    from k3lib.server.config import ModelConfig, ServeConfig, VisionFlags  # noqa: PLC0415
 
     made = {}
 
@@ -376,7 +376,8 @@ def test_flags_reach_engine_and_reader(monkeypatch, caplog, low_memory):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(serve, "create_app", remember)
-    config = ServeConfig(vision=VisionFlags(low_memory=low_memory), images=ImageLimits(max_images=3))
+    tiny = ModelConfig(model_path=str(tiny_folder), device="cpu")
+    config = ServeConfig(model=tiny, vision=VisionFlags(low_memory=low_memory), images=ImageLimits(max_images=3))
     with pytest.raises(KeyboardInterrupt), caplog.at_level(logging.INFO):
         serve.run_server(config)
     made["engine"].close()

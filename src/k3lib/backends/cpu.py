@@ -9,6 +9,7 @@ references.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 
 import torch
 from torch.nn import functional as F
@@ -18,15 +19,18 @@ from k3lib.ops.activation import SiTUSpec, situ_and_mul
 from k3lib.ops.attn_res import AttnResSpec, attn_res
 from k3lib.ops.kda import KDASpec, kda_mixer
 from k3lib.ops.mla import MLASpec, RowsSpec, mla_decode, store_rows
-from k3lib.ops.moe import ExpertsSpec, RouteSpec, Routing, experts, route
+from k3lib.ops.moe import ExpertsSpec, ExpertStore, ExpertWeights, RouteSpec, Routing, experts, route
 from k3lib.ops.norm import NormSpec, rms_norm
 from k3lib.ops.registry import register
 
 _NARROW = (torch.float32, torch.bfloat16)
 # `deterministic` only where no path inside depends on how many requests or routes there are
-_FEW_ROUTES = 64  # above it the reference's loop over experts reads less
-# decoded matrices of all routes; above it the loop is faster, too: up to 20 times at 64 routes of experts 512 x 512
+_FEW_ROUTES = 1024  # above it the reference, which holds the results of one expert at a time
+# Matrices of the experts that a call needs, decoded: above it the reference, which holds those of one at a time.
 _FEW_BYTES = 16 << 20
+# Packed experts of a layer are decoded once and kept if that takes at most so many bytes: decoding costs a small model
+# more than all else in a step. A layer of K3 would take 59 GB in bfloat16, 92 layers that just fit take 1.5 GB.
+_KEPT_BYTES = 16 << 20
 CPU = {"cpu"}
 
 
@@ -49,10 +53,14 @@ def _dtypes(*dtypes: torch.dtype) -> str | None:
     return None
 
 
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float32 else x.float()  # a comparison costs less than a call
+
+
 def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     """`rsqrt(mean(x²) + eps)` over the last axis of an fp32 tensor, which is kept."""
-    squares = torch.linalg.vecdot(x, x)
-    return torch.add(_constant(eps), squares, alpha=1 / x.shape[-1]).rsqrt().unsqueeze(-1)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.addcmul(_constant(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
 
 def _supports_norm(spec: NormSpec) -> str | None:
@@ -64,9 +72,9 @@ def rms_norm_cpu(x, weight, *, eps):
     """See `k3lib.ops.rms_norm`."""
     if weight.shape != x.shape[-1:]:
         raise ConfigError(f"weight has shape {tuple(weight.shape)}, x needs {tuple(x.shape[-1:])}")
-    wide = x.float()
     if x.dtype == torch.float32 and weight.dtype == torch.float32:
-        return wide * _inverse_rms(wide, eps) * weight
+        return (x * _inverse_rms(x, eps)).mul_(weight)
+    wide = x.float()
     return ((wide * _inverse_rms(wide, eps)).to(x.dtype) * weight).to(x.dtype)
 
 
@@ -79,9 +87,10 @@ def situ_and_mul_cpu(x, *, beta, linear_beta):
     """See `k3lib.ops.situ_and_mul`."""
     if x.shape[-1] % 2:
         raise ConfigError(f"situ_and_mul needs an even last axis [gate | up], got {x.shape[-1]}")
-    gate, up = x.float().chunk(2, dim=-1)
+    gate, up = _wide(x).chunk(2, dim=-1)
     capped = torch.tanh(gate / _constant(beta)) * torch.tanh(up / _constant(linear_beta))
-    return (capped * torch.sigmoid(gate) * _constant(beta * linear_beta)).to(x.dtype)
+    out = (capped * torch.sigmoid(gate)).mul_(_constant(beta * linear_beta))
+    return out if x.dtype == torch.float32 else out.to(x.dtype)
 
 
 def _supports_attn_res(spec: AttnResSpec) -> str | None:
@@ -91,7 +100,9 @@ def _supports_attn_res(spec: AttnResSpec) -> str | None:
 @register(attn_res, name="cpu", platforms=CPU, priority=10, deterministic=True, supports=_supports_attn_res)
 def attn_res_cpu(prefix, delta, bank, *, score_weight, out_norm_weight, num_blocks, write_block, eps, out_eps):
     """See `k3lib.ops.attn_res`."""
-    if prefix is None or delta is None or not num_blocks <= bank.shape[1] or (write_block or 0) >= bank.shape[1]:
+    held = bank.shape[1]
+    is_there = 0 <= num_blocks <= held and (write_block is None or 0 <= write_block < held)
+    if (prefix is None and delta is None) or not is_there:
         return attn_res.reference(
             prefix,
             delta,
@@ -103,15 +114,17 @@ def attn_res_cpu(prefix, delta, bank, *, score_weight, out_norm_weight, num_bloc
             eps=eps,
             out_eps=out_eps,
         )
-    p = prefix + delta
-    rows = torch.cat([bank.narrow(1, 0, num_blocks), p.unsqueeze(1)], dim=1).float()
-    scores = (rows @ score_weight) * _inverse_rms(rows, eps).squeeze(-1)
-    out = (scores.softmax(-1).unsqueeze(1) @ rows).squeeze(1).to(p.dtype)
+    p = delta if prefix is None else prefix if delta is None else prefix + delta
+    rows = _wide(torch.cat([bank.narrow(1, 0, num_blocks), p.unsqueeze(1)], dim=1))
+    scores = torch.matmul(rows, score_weight) * _inverse_rms(rows, eps).squeeze(-1)
+    out = torch.bmm(scores.softmax(-1).unsqueeze(1), rows).squeeze(1)
+    if p.dtype != torch.float32:
+        out = out.to(p.dtype)
     if out_norm_weight is not None:
         out = rms_norm_cpu(out, out_norm_weight, eps=out_eps)
     if write_block is None:
         return out, p
-    bank[:, write_block] = p
+    bank.select(1, write_block).copy_(p)
     return out, None
 
 
@@ -126,9 +139,9 @@ def route_cpu(x, weight, bias, *, top_k, num_groups=1, top_groups=1, renormalize
     """See `k3lib.ops.route`."""
     if x.shape[-1] != weight.shape[-1] or bias.shape != weight.shape[:1]:
         raise ConfigError(f"route: x {tuple(x.shape)}, weight {tuple(weight.shape)}, bias {tuple(bias.shape)}")
-    scores = torch.sigmoid(F.linear(x.float(), weight.float()))
+    scores = torch.sigmoid(F.linear(_wide(x), _wide(weight)))
     if ids is None:
-        chosen = (scores + bias.float()).sort(dim=-1, descending=True, stable=True).indices.narrow(1, 0, top_k)
+        chosen = (scores + _wide(bias)).sort(dim=-1, descending=True, stable=True).indices.narrow(1, 0, top_k)
         ids = chosen.int()
     else:
         chosen = ids.long()
@@ -142,29 +155,55 @@ def _supports_experts(spec: ExpertsSpec) -> str | None:
     return _dtypes(spec.activations)
 
 
+def _plain(prepared: ExpertStore, dtype: torch.dtype) -> ExpertStore:
+    """The same experts, as plain matrices if those are kept or stored."""
+    if not isinstance(prepared, ExpertWeights) or prepared.format == "bf16" or torch.compiler.is_dynamo_compiling():
+        return prepared
+    size = 3 * prepared.num_experts * prepared.intermediate * prepared.width * dtype.itemsize
+    return (prepared.decoded(dtype) if size <= _KEPT_BYTES else None) or prepared
+
+
 @register(experts, name="cpu", platforms=CPU, priority=10, supports=_supports_experts)
 def experts_cpu(x, ids, weights, prepared, *, act_fn):
-    """See `k3lib.ops.experts`: for few routes the matrices of each route are read once, without a loop."""
-    routes = ids.numel()
+    """See `k3lib.ops.experts`: for few routes the matrices of each expert are read once, without gathering them."""
+    routes, top_k = ids.numel(), ids.shape[1]
     fits = x.shape[-1] == prepared.width and ids.shape == weights.shape and len(ids) == len(x)
-    few = 0 < routes <= min(_FEW_ROUTES, _FEW_BYTES // (3 * prepared.intermediate * x.shape[-1] * x.element_size()))
+    prepared = _plain(prepared, x.dtype)
+    size = 3 * prepared.intermediate * prepared.width * x.element_size()
+    few = 0 < routes <= _FEW_ROUTES and min(routes, prepared.num_experts) * size <= _FEW_BYTES
     if not (fits and few) or act_fn.linear_beta is None:
         return experts.reference(x, ids, weights, prepared, act_fn=act_fn)
-    chosen = ids.flatten()
-    host = chosen.tolist()
+    host = ids.flatten().tolist()
     first = prepared.first_expert
     if min(host) < first or max(host) >= first + prepared.num_experts:
         return experts.reference(x, ids, weights, prepared, act_fn=act_fn)
-    local = chosen.long() - first if first else chosen.long()
-    w13, w2 = prepared.decode(local, x.dtype)  # [routes, 2I, L], [routes, L, I]
-    if x.shape[0] == 1:
-        both = F.linear(x, w13.flatten(0, 1)).view(routes, -1)  # all experts of a token as one matrix
+    one_token = len(x) == 1
+    order = range(routes) if one_token else sorted(range(routes), key=host.__getitem__)
+    which = [host[route] - first for route in order]
+    if one_token:
+        sizes, parts = [1] * routes, [x] * routes
     else:
-        both = torch.bmm(w13, x.repeat_interleave(ids.shape[1], 0).unsqueeze(-1)).squeeze(-1)
+        counts = Counter(which)  # in that order
+        which, sizes = list(counts), list(counts.values())
+        tokens = torch.tensor([route // top_k for route in order])
+        parts = x.index_select(0, tokens).split_with_sizes(sizes)
+    pairs = _matrices(prepared, which, x.dtype)
+    both = torch.cat([F.linear(part, w13) for part, (w13, _) in zip(parts, pairs, strict=True)])
     hidden = situ_and_mul_cpu(both, beta=act_fn.beta, linear_beta=act_fn.linear_beta)
-    out = (w2 * hidden.unsqueeze(1)).sum(-1) if x.dtype == torch.float32 else torch.bmm(w2, hidden.unsqueeze(-1))
-    out = out.view(*ids.shape, x.shape[1]).float()
-    return (weights.view(ids.shape[0], 1, -1) @ out).squeeze(1).to(x.dtype)
+    parts = hidden.split_with_sizes(sizes)
+    out = torch.cat([F.linear(part, w2) for part, (_, w2) in zip(parts, pairs, strict=True)])
+    if not one_token:  # back to the order of the routes
+        out = out.index_select(0, torch.tensor(sorted(range(routes), key=order.__getitem__)))
+    out = torch.bmm(weights.unsqueeze(1), _wide(out).view(*ids.shape, -1)).squeeze(1)
+    return out if x.dtype == torch.float32 else out.to(x.dtype)
+
+
+def _matrices(prepared: ExpertStore, which: list[int], dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """`w13` and `w2` of some experts, without a copy of those that are stored like this."""
+    if isinstance(prepared, ExpertWeights) and prepared.dtype == dtype:
+        return [(prepared.w13[e], prepared.w2[e]) for e in which]
+    w13, w2 = prepared.decode(torch.tensor(which), dtype)
+    return list(zip(w13.unbind(0), w2.unbind(0), strict=True))
 
 
 def _supports_store(spec: RowsSpec) -> str | None:
@@ -215,6 +254,10 @@ def mla_decode_cpu(q, pages, *, latent_dim, page_table, key_lens, cu_seqlens, sc
     return torch.stack(outs).to(q.dtype)
 
 
+def _records(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
 def _supports_mixer(spec: KDASpec) -> str | None:
     if spec.tokens_per_request != "1":
         return f"needs one token a request, got {spec.tokens_per_request}"
@@ -261,8 +304,9 @@ def kda_mixer_cpu(
         and norm_weight.shape == out_gate.shape[2:]
         and params.A_log.shape == (heads,)
         and params.dt_bias.numel() == heads * key_dim
+        and not _records(qkv, gate, beta, out_gate, state, conv_state, conv_weight, norm_weight, *params[:2])
     )
-    if not plain:  # padding, empty requests, and everything that the reference refuses with a reason
+    if not plain:  # padding, empty requests, gradients, and everything that the reference refuses with a reason
         return kda_mixer.reference(
             qkv,
             gate,
@@ -278,38 +322,41 @@ def kda_mixer_cpu(
             slots=slots,
             cu_seqlens=cu_seqlens,
         )
-    recorded = torch.is_grad_enabled()
-    # neighbouring slots are a view of the pool; while gradients are recorded the pool is only written at the end
-    view = not recorded and rows == list(range(rows[0], rows[0] + count))
-    index = slots.long()
+    # neighbouring slots are a view of the pools
+    view = rows == list(range(rows[0], rows[0] + count))
+    index = None if view else slots.long()
     past = conv_state.narrow(0, rows[0], count) if view else conv_state.index_select(0, index)
-    window = torch.cat([past.to(qkv.dtype), qkv.unsqueeze(1)], dim=1)
+    window = torch.cat([past if past.dtype == qkv.dtype else past.to(qkv.dtype), qkv.unsqueeze(1)], dim=1)
     after = window.narrow(1, 1, conv_state.shape[1])
     if view:
         past.copy_(after)
     else:
         conv_state.index_copy_(0, index, after.to(conv_state.dtype))
-    mixed = F.silu((window.float() * conv_weight.t()).sum(1)).to(qkv.dtype).float()
-    both = mixed.narrow(1, 0, 2 * heads * key_dim).view(count, 2, heads, key_dim)
-    v = mixed.narrow(1, 2 * heads * key_dim, heads * out_gate.shape[2]).view(count, heads, -1)
-    both = both * (torch.linalg.vecdot(both, both) + _constant(1e-6)).rsqrt().unsqueeze(-1)
-    q, k = both.unbind(1)
+    mixed = F.silu(torch.linalg.vecdot(_wide(window), conv_weight.t().contiguous(), dim=1))
+    if qkv.dtype != torch.float32:
+        mixed = mixed.to(qkv.dtype).float()
+    both = mixed.narrow(1, 0, 2 * heads * key_dim).view(count, 2, heads, 1, key_dim)
+    both = both * torch.linalg.vecdot(both, both).add_(_constant(1e-6)).rsqrt_().unsqueeze(-1)
+    q, k = both.unbind(1)  # [B, H, 1, K]
+    v = mixed.narrow(1, 2 * heads * key_dim, heads * out_gate.shape[2]).view(out_gate.shape)
 
-    logits = gate.float() + params.dt_bias.view(heads, key_dim)
-    rate = params.A_log.exp().unsqueeze(-1)
+    rate, logits = params.A_log.exp().unsqueeze(-1), _wide(gate) + params.dt_bias.view(heads, key_dim)
     if params.lower_bound is None:
-        log_decay = -rate * F.softplus(logits)
+        decay = F.softplus(logits).mul_(rate).neg_().exp_()
     else:
-        log_decay = torch.sigmoid(rate * logits) * _constant(params.lower_bound)
+        decay = logits.mul_(rate).sigmoid_().mul_(_constant(params.lower_bound)).exp_()
     before = state.narrow(0, rows[0], count) if view else state.index_select(0, index)
-    s = before.float() * log_decay.exp().unsqueeze(2)
-    error = v - (s * k.unsqueeze(2)).sum(-1)
-    s = torch.addcmul(s, (error * torch.sigmoid(beta.float()).unsqueeze(-1)).unsqueeze(-1), k.unsqueeze(2))
-    if view:
-        before.copy_(s)
-    else:
+    s = _wide(before)  # fp32 is advanced where it lies
+    # sums and outer products, not products of matrices: those of one column take twice the time
+    s.mul_(decay.unsqueeze(2))
+    error = (v - torch.linalg.vecdot(s, k)).mul_(torch.sigmoid(_wide(beta)).unsqueeze(-1))
+    s.addcmul_(error.unsqueeze(-1), k)
+    if not view:
         state.index_copy_(0, index, s.to(state.dtype))
-    out = (s * (q * _constant(scale)).unsqueeze(2)).sum(-1)
-    out = out.to(qkv.dtype).float()
-    normed = out * _inverse_rms(out, norm_eps) * norm_weight
-    return (normed * torch.sigmoid(out_gate.float())).to(qkv.dtype)
+    elif s is not before:
+        before.copy_(s)
+    out = torch.linalg.vecdot(s, q).mul_(_constant(scale))
+    if qkv.dtype != torch.float32:
+        out = out.to(qkv.dtype).float()
+    normed = (out * _inverse_rms(out, norm_eps)).mul_(norm_weight).mul_(torch.sigmoid(_wide(out_gate)))
+    return normed if qkv.dtype == torch.float32 else normed.to(qkv.dtype)

@@ -206,7 +206,7 @@ class KimiDeltaAttention(K3Module):
         c, tokens, heads = self.config, x.shape[0], self.num_heads
         channels = heads * (2 * c.key_dim + c.value_dim)
         gate_width = heads * c.value_dim if c.full_rank_gate else c.gate_rank
-        qkv, low_rank, beta, out_gate = torch.split(self._front(x), [channels, c.gate_rank, heads, gate_width], dim=-1)
+        qkv, low_rank, beta, out_gate = self._front(x).split_with_sizes([channels, c.gate_rank, heads, gate_width], -1)
         gate = self.f_b_proj(low_rank).view(tokens, heads, c.key_dim)
         if not c.full_rank_gate:
             out_gate = self.g_b_proj(out_gate)

@@ -36,6 +36,9 @@ __all__ = [
 ]
 
 
+_SMALL_BYTES = 2 << 20  # of a weight whose layout is chosen for the products of few tokens; see `_by_columns`
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """How a stored tensor is cut over the ranks of a group.
@@ -217,7 +220,7 @@ class Fused:
         self._rows = sum(w.shape[0] for w in parts)
         if self._rows >= 64 * self.ALIGNED and (more := -self._rows % self.ALIGNED):
             parts.append(parts[0].new_zeros(more, *parts[0].shape[1:]))
-        joined = torch.cat(parts)
+        joined = _by_columns(torch.cat(parts))
         first = 0
         for w in weights:
             assert w is not None, "checked above"
@@ -253,6 +256,19 @@ class Fused:
             return torch.cat([module(x) for module in self.modules], dim=-1)
         y = ops.linear(x, weight)
         return y if y.shape[-1] == self._rows else y[..., : self._rows]
+
+
+def _by_columns(weight: Tensor) -> Tensor:
+    """Lay out a small fp32 matrix on a CPU column by column if it has more rows than columns; its values stay.
+
+    MKL then reads it in one stream: 1104 x 256 for one token in 115 us in place of 205, for 8 in 270 in place of 380
+    (one thread of an AMD EPYC, memory cold). That gains nothing for wide matrices, and loses up to a third for large
+    ones.
+    """
+    is_small = weight.ndim == 2 and weight.shape[0] > weight.shape[1] and weight.nbytes <= _SMALL_BYTES
+    if not is_small or weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return weight
+    return weight.t().contiguous().t()
 
 
 def fuse(model: nn.Module) -> None:

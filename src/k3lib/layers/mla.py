@@ -147,7 +147,7 @@ class GatedMLA(K3Module):
         Returns:
             `[T, D]`.
         """
-        front, latent, shared, *gate = torch.split(self._front(x), self._widths, dim=-1)
+        front, latent, shared, *gate = self._front(x).split_with_sizes(self._widths, -1)
         latent = torch.cat([self.kv_a_layernorm(latent), shared], dim=-1)  # the shared part is not normed
         if cache is not None:
             if batch.rows is None or batch.page_table is None or batch.key_lens is None:
@@ -225,8 +225,8 @@ class GatedMLA(K3Module):
         assert batch.key_lens is not None, "checked in forward"
         q = self._all_queries(front)
         weight = self.kv_b_proj.weight.view(self._query_heads, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
-        w_uk, w_uv = torch.split(weight, [c.qk_nope_head_dim, c.v_head_dim], dim=1)
-        plain, shared = torch.split(q, [c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        w_uk, w_uv = weight.split_with_sizes([c.qk_nope_head_dim, c.v_head_dim], 1)
+        plain, shared = q.split_with_sizes([c.qk_nope_head_dim, c.qk_rope_head_dim], -1)
         absorbed = torch.cat([(plain.transpose(0, 1) @ w_uk).transpose(0, 1), shared], dim=-1)  # [T, heads, L + R]
         if self.dcp.size == 1:
             out = ops.mla_decode(

@@ -6,7 +6,7 @@ k experts per token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
@@ -210,6 +210,7 @@ class ExpertWeights:
     w2_scale_2: Tensor | None = None
     format: ExpertFormat = "bf16"
     first_expert: int = 0
+    _decoded: tuple[object, list[Tensor], ExpertWeights] | None = field(default=None, repr=False)
 
     @property
     def num_experts(self) -> int:
@@ -250,6 +251,23 @@ class ExpertWeights:
         scales = (self.w13_scale, self.w2_scale, self.w13_scale_2, self.w2_scale_2)
         s13, s2, g13, g2 = (None if x is None else change(x) for x in scales)
         return ExpertWeights(change(self.w13), change(self.w2), s13, s2, g13, g2, self.format, first_expert)
+
+    def decoded(self, dtype: torch.dtype) -> ExpertWeights | None:
+        """All experts as plain matrices of `dtype`, kept beside the packed ones, and made anew when those have changed.
+
+        The caller sees to it that there is memory. None for tensors made in inference mode, whose changes go unnoticed.
+        """
+        every = (self.w13, self.w2, self.w13_scale, self.w2_scale, self.w13_scale_2, self.w2_scale_2)
+        parts = [x for x in every if x is not None]
+        if any(x.is_inference() for x in parts):
+            return None
+        now = (dtype, self.first_expert, *((x.data_ptr(), x._version) for x in parts))
+        if self._decoded is None or self._decoded[0] != now:
+            with torch.inference_mode(mode=False), torch.no_grad():  # else no use to a call that records gradients
+                which = torch.arange(self.num_experts, device=self.w13.device)
+                plain = ExpertWeights(*self.decode(which, dtype), first_expert=self.first_expert)
+            self._decoded = (now, parts, plain)  # with the parts, so that no others can come to lie at their addresses
+        return self._decoded[2]
 
     def decode(self, which: Tensor | int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return `w13` and `w2` of the experts `which` (local numbers) as plain matrices of `dtype`."""

@@ -263,10 +263,15 @@ class Op(Generic[P, R]):
             traced: R = self._impls[name].run(*args, **kwargs)
             return traced
         first: Any = args[0] if args else None
-        key = (id(spec), _device_type((*args, *kwargs.values())) if first is None else first.device.type, _current())
+        if first is None:
+            kind = _device_type((*args, *kwargs.values()))
+        else:  # a small model on a CPU spends its time on calls, and this one is the quicker
+            kind = "cpu" if first.is_cpu else first.device.type
+        key = (id(spec), kind, _options.get(None) or _from_environment())
         known = self._memo.get(key) or self._remember(spec, key)
-        for callback in _observers.get():
-            callback(self.name, spec, known[1])
+        if observers := _observers.get():
+            for callback in observers:
+                callback(self.name, spec, known[1])
         try:
             result: R = known[2](*args, **kwargs)
         except Exception as error:

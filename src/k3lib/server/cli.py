@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from k3lib import nano
 from k3lib.cache.costs import Strategy  # noqa: TC001 - tyro reads it
 from k3lib.errors import ConfigError, K3Error
 
@@ -58,9 +59,11 @@ class Generate:
     """Run one prompt through the engine and print what follows it."""
 
     model_path: str | None = None
-    """Folder or hub name; the built-in tiny model if left out."""
+    """Folder or hub name; the built-in k3lib-nano if left out."""
     prompt: str | None = None
     """Text; needs a tokenizer."""
+    chat: bool = False
+    """Put the text into K3's chat format, as a user's message; what follows has the brackets of that format."""
     ids: tuple[int, ...] = ()
     """Token ids in place of a text."""
     max_new_tokens: int = 64
@@ -88,11 +91,14 @@ class Generate:
 
     def run(self) -> int:
         from k3lib.engine import Engine, SamplingParams
+        from k3lib.server.chat import encode_segments, render_chat
         from k3lib.server.loading import load_model, tokenizer_for
         from k3lib.server.tokenizer import IncrementalDecoder
 
         if (self.prompt is None) == (not self.ids):
             raise ConfigError("generate: give either --prompt TEXT or --ids N N …")
+        if self.chat and self.prompt is None:
+            raise ConfigError("generate: --chat needs --prompt TEXT")
         params = SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -114,7 +120,10 @@ class Generate:
             return 0
         tok = tokenizer_for(self.model_path, self.tokenizer_path, model)
         decoder = IncrementalDecoder(tok)
-        for token in engine.stream(tok.encode(self.prompt, allow_special=True), params):
+        ids = tok.encode(self.prompt, allow_special=True)
+        if self.chat:
+            ids = encode_segments(tok, render_chat([{"role": "user", "content": self.prompt}]))
+        for token in engine.stream(ids, params):
             print(decoder.push([token]), end="", flush=True)
         print(decoder.finish())
         return 0
@@ -125,7 +134,7 @@ class Explain:
     """Say which kernel each op would use for a model, and why not the others."""
 
     model_path: str | None = None
-    """Folder or hub name (only config.json is read); the built-in tiny model if left out."""
+    """Folder or hub name (only config.json is read); the built-in k3lib-nano if left out."""
     arch: str | None = None
     """sm90, sm100, sm103, gfx950, a3, 950 or cpu; default: this machine."""
     tp_size: int = 1
@@ -140,9 +149,7 @@ class Explain:
         from k3lib.config import KimiK3Config
         from k3lib.server.reports import explain_model
 
-        config = (
-            KimiK3Config.tiny() if self.model_path is None else KimiK3Config.from_hf(Folder(self.model_path).config())
-        )
+        config = KimiK3Config.from_hf(Folder(nano.find(self.model_path)).config())
         dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)
         print(explain_model(config, arch=self.arch, tp_size=self.tp_size, dtype=dtype))
         return 0
@@ -158,7 +165,7 @@ class Inspect:
     def run(self) -> int:
         from k3lib.server.reports import inspect_checkpoint
 
-        report, problems = inspect_checkpoint(self.path)
+        report, problems = inspect_checkpoint(nano.find(self.path))
         print(report)
         if not problems:
             print("nothing is wrong with it")
@@ -185,7 +192,7 @@ class Plan:
     hicache: Literal["off", "l2", "l3"] = "off"
     """Of that deployment: tiers behind the cache."""
     model_path: str | None = None
-    """Folder or hub name (only config.json is read); left out: the built-in tiny model, or that of the recipe."""
+    """Folder or hub name (only config.json is read); left out: the built-in k3lib-nano, or that of the recipe."""
     rest_gib: float | None = None
     """Memory of one rank for both pools; or give the next three."""
     gpu_memory_gib: float | None = None
@@ -279,9 +286,7 @@ class Plan:
         from k3lib.checkpoint import Folder
         from k3lib.config import KimiK3Config
 
-        if self.model_path is None:
-            return KimiK3Config.tiny()
-        return KimiK3Config.from_hf(Folder(self.model_path).config())
+        return KimiK3Config.from_hf(Folder(nano.find(self.model_path)).config())
 
     def _published(self, name: str) -> int:
         """Plan a published deployment, with what was given in place of its own."""

@@ -7,6 +7,7 @@ from typing import Literal
 
 import tyro  # noqa: TC002 - tyro itself reads the annotations
 
+from k3lib import nano
 from k3lib.engine.config import EngineConfig
 from k3lib.errors import ConfigError
 from k3lib.parallel import ParallelConfig
@@ -25,7 +26,7 @@ class ModelConfig:
     """Which weights, and where they run."""
 
     model_path: str | None = None
-    """Folder or hub name; the built-in tiny model if left out."""
+    """Folder or hub name; the built-in k3lib-nano if left out."""
     revision: str | None = None
     """Of a hub name."""
     tokenizer_path: str | None = None
@@ -105,7 +106,7 @@ class SpeculationConfig:
     speculative_algorithm: Literal["DSPARK", "DFLASH", "NGRAM"] | None = None
     """Who proposes: a draft model, or what followed the same tokens earlier (NGRAM)."""
     speculative_draft_model_path: str | None = None
-    """Folder of the draft model."""
+    """Folder of the draft model, or of a model with a draft in dspark/, as k3lib-nano."""
     speculative_dspark_block_size: int | None = None
     """Most draft tokens of a step; default: the draft's own, 7 for NGRAM."""
     speculative_dflash_block_size: int | None = None
@@ -159,7 +160,7 @@ class SpeculationConfig:
         if self.speculative_algorithm is None:
             return None
         return SpecConfig(
-            draft="ngram" if self.speculative_algorithm == "NGRAM" else str(self.speculative_draft_model_path),
+            draft="ngram" if self.speculative_algorithm == "NGRAM" else nano.find(self.speculative_draft_model_path),
             block_size=self.block_size,
             accept=self.speculative_accept,
             rollback=self.speculative_rollback,
@@ -185,7 +186,7 @@ class CompatibilityConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Serve a model over HTTP with OpenAI's API. Without a model: the built-in tiny one, on the CPU."""
+    """Serve a model over HTTP with OpenAI's API. Without a model: the built-in k3lib-nano, on the CPU."""
 
     model: tyro.conf.OmitArgPrefixes[ModelConfig] = field(default_factory=ModelConfig)
     network: tyro.conf.OmitArgPrefixes[NetworkConfig] = field(default_factory=NetworkConfig)

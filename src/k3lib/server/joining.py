@@ -9,8 +9,6 @@ import signal
 from typing import TYPE_CHECKING
 
 from k3lib.engine import follow
-from k3lib.errors import ConfigError
-from k3lib.ops.target import Target
 from k3lib.parallel import Mesh, ParallelConfig
 
 if TYPE_CHECKING:
@@ -26,27 +24,23 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def joined(layout: ParallelConfig, *, device: str | None, model_path: str | None, timeout_s: float) -> Iterator[Mesh]:
+def joined(layout: ParallelConfig, *, device: str, timeout_s: float) -> Iterator[Mesh]:
     """The ranks that `torchrun` started with this one, watched until the end; one rank without it.
 
     When this one fails, the others are told why, and end too.
 
     Args:
         layout: which ranks there are.
-        device: where models go; None is the accelerator if there is one.
-        model_path: of the model; the built-in one runs on one rank.
+        device: where models go.
         timeout_s: a rank that gives no sign of life for so long is gone, and all others end.
 
     Raises:
-        ConfigError: another number of processes than the layout has, or the built-in model.
+        ConfigError: another number of processes than the layout has.
     """
     if layout.world_size == 1 and int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Mesh.single()
         return
-    if model_path is None:
-        raise ConfigError(f"{layout.world_size} ranks need --model-path: the built-in model runs on one")
-    where = device or Target.detect().platform
-    backend = {"cuda": "nccl", "rocm": "nccl", "npu": "hccl"}.get(where.split(":")[0], "gloo")
+    backend = {"cuda": "nccl", "npu": "hccl"}.get(device.split(":")[0], "gloo")
     mesh = Mesh.create(layout, backend)
     logger.info("rank %d of %d over %s: %s", mesh.world.rank, mesh.world.size, backend, layout)
     beat = mesh.watch(timeout_s=timeout_s)

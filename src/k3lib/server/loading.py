@@ -7,29 +7,30 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from k3lib import nano
 from k3lib.checkpoint import VISION_ROOTS, Folder
 from k3lib.config import KimiK3Config
 from k3lib.errors import ConfigError
 from k3lib.model import KimiK3ForCausalLM
 from k3lib.multimodal import KimiK3ForConditionalGeneration
 from k3lib.ops.target import Target
-from k3lib.server.tiny import add_vision, tiny_model
 from k3lib.server.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from k3lib.parallel import Mesh
 
-__all__ = ["load_model", "tokenizer_for"]
+__all__ = ["default_device", "load_model", "tokenizer_for"]
 
 logger = logging.getLogger(__name__)
 
 DType = Literal["auto", "float32", "bfloat16"]
 
 
-def _device(asked: str | None, *, built_in: bool) -> str:
+def default_device(path: str | None, asked: str | None) -> str:
+    """Where a model goes: where it was asked to, else to the accelerator; the built-in one stays on the CPU."""
     if asked is not None:
         return asked
-    platform = "cpu" if built_in else Target.detect().platform
+    platform = "cpu" if nano.is_meant(path) else Target.detect().platform
     return "cuda" if platform == "rocm" else platform
 
 
@@ -55,12 +56,12 @@ def load_model(
     vision: bool = False,
     mesh: Mesh | None = None,
 ) -> KimiK3ForCausalLM | KimiK3ForConditionalGeneration:
-    """Load a checkpoint, or make the built-in tiny model.
+    """Load a checkpoint.
 
     Args:
-        path: folder or hub name; None is the tiny model.
-        dtype: auto keeps what is stored; the tiny model on a CPU has float32.
-        device: None is the accelerator if there is one; the tiny model stays on the CPU.
+        path: folder or hub name; None or its name is the built-in `k3lib.nano`.
+        dtype: auto keeps what is stored; the built-in model on a CPU has float32.
+        device: None is the accelerator if there is one; the built-in model stays on the CPU.
         layers: run only the first so many.
         revision: of a hub name.
         resident_experts: see `KimiK3ForCausalLM.from_pretrained`.
@@ -68,22 +69,23 @@ def load_model(
         mesh: ranks that share the model.
 
     Raises:
-        ConfigError: an option that needs a path.
+        ConfigError: a revision of the built-in model.
     """
-    where = _device(device, built_in=path is None)
+    where = default_device(path, device)
     wanted: torch.dtype | None = None if dtype == "auto" else getattr(torch, dtype)
-    if path is not None:
-        options: dict[str, Any] = {} if resident_experts is None else {"resident_experts": resident_experts}
-        some = None if layers is None else range(layers)
-        if mesh is not None and mesh.world.size > 1:
-            options["mesh"] = mesh
-        kind = KimiK3ForConditionalGeneration if vision and _sees(path, revision) else KimiK3ForCausalLM
-        return kind.from_pretrained(path, dtype=wanted, device=where, layers=some, revision=revision, **options)
-    for flag, value in (("layers", layers), ("revision", revision), ("resident-experts", resident_experts)):
-        if value is not None:
-            raise ConfigError(f"--{flag} needs --model-path")
-    model = tiny_model(dtype=wanted or (torch.float32 if where == "cpu" else torch.bfloat16)).to(where)
-    return add_vision(model) if vision else model
+    options: dict[str, Any] = {} if resident_experts is None else {"resident_experts": resident_experts}
+    if nano.is_meant(path):
+        if revision is not None:
+            raise ConfigError("--revision needs --model-path")
+        options["progress"] = False  # it is there at once
+        if dtype == "auto" and where == "cpu":
+            wanted = torch.float32
+    path = nano.find(path)
+    some = None if layers is None else range(layers)
+    if mesh is not None and mesh.world.size > 1:
+        options["mesh"] = mesh
+    kind = KimiK3ForConditionalGeneration if vision and _sees(path, revision) else KimiK3ForCausalLM
+    return kind.from_pretrained(path, dtype=wanted, device=where, layers=some, revision=revision, **options)
 
 
 def tokenizer_for(
@@ -98,8 +100,9 @@ def tokenizer_for(
     Raises:
         ConfigError: there is none.
     """
-    if asked is not None or model_path is None:
+    if asked is not None:
         return load_tokenizer(asked)
+    model_path = nano.find(model_path)
     ranks = Folder(model_path, revision=revision).file("tiktoken.model")
     if ranks.exists():
         return load_tokenizer(ranks.parent)

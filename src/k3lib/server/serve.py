@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 
-from k3lib import ops
+from k3lib import nano, ops
 from k3lib.engine import AsyncEngine, Engine, EngineConfig, ReplicatedEngine
 from k3lib.engine.engine import decisions
 from k3lib.engine.grammar import is_available
@@ -21,7 +21,7 @@ from k3lib.errors import ConfigError
 from k3lib.server.admin import reuse_obstacle
 from k3lib.server.app import create_app
 from k3lib.server.joining import follow_rank_0, joined
-from k3lib.server.loading import load_model, tokenizer_for
+from k3lib.server.loading import default_device, load_model, tokenizer_for
 from k3lib.server.vision import image_reader, low_memory_profile
 
 if TYPE_CHECKING:
@@ -38,15 +38,14 @@ __all__ = ["run_server"]
 
 logger = logging.getLogger(__name__)
 
-BUILT_IN = "tiny"  # the served name of the built-in model
 BUILT_IN_GRID = 64  # a chat with it has some hundred tokens, so at 512 nothing would ever be reused
 _LAST_WORDS = 5  # seconds for connections to close once their answers are out
 
 
 def run_server(config: ServeConfig) -> int:
     """Serve until a signal comes; returns the exit status. Of many ranks rank 0 serves, and the others follow it."""
-    where, timeout = config.model, config.network.rank_timeout
-    with joined(config.parallel, device=where.device, model_path=where.model_path, timeout_s=timeout) as mesh:
+    device = default_device(config.model.model_path, config.model.device)
+    with joined(config.parallel, device=device, timeout_s=config.network.rank_timeout) as mesh:
         return _run(config, mesh)
 
 
@@ -62,8 +61,9 @@ def _run(config: ServeConfig, mesh: Mesh) -> int:
         mesh=mesh,
     )
     tok = tokenizer_for(where.model_path, where.tokenizer_path, model, revision=where.revision)
-    images = image_reader(model, tok, config.images, model_path=where.model_path, revision=where.revision)
-    rules = _engine_config(config.engine, is_built_in=where.model_path is None)
+    path = nano.find(where.model_path)
+    images = image_reader(model, tok, config.images, model_path=path, revision=where.revision)
+    rules = _engine_config(config.engine, is_built_in=nano.is_meant(where.model_path))
     if config.vision.low_memory:
         rules, notes = low_memory_profile(rules, model.config.text.max_position_embeddings)
         for note in notes:
@@ -75,7 +75,7 @@ def _run(config: ServeConfig, mesh: Mesh) -> int:
     kind = Engine if mesh.dp.size == 1 else cast("type[Engine]", ReplicatedEngine)
     engine = kind(model, rules, tokenizer=tok)
     _say_grammars(required=config.api.require_grammar)
-    name = where.served_model_name or where.model_path or BUILT_IN
+    name = where.served_model_name or where.model_path or nano.NAME
     _banner(name, engine)
     if tok.vocab_size > model.config.text.vocab_size:
         logger.warning(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -77,7 +76,8 @@ def load_draft(
             for name, parameter in module._parameters.items():
                 assert parameter is not None, "modules have no empty parameters"
                 place = placement(parameter)
-                made = nn.Parameter(torch.empty_like(parameter, device=device or "cpu"))
+                # not empty_like: of a meta tensor it imports the compiler, for more than half a second
+                made = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device or "cpu"))
                 made.placement = place  # type: ignore[attr-defined]
                 module._parameters[name] = made
                 part = (0, 0, None) if place.shard is None else (place.shard.dim, place.begin, place.end)
@@ -89,7 +89,7 @@ def load_draft(
 
 def _open(path: str | PathLike[str], revision: str | None) -> Folder:
     folder = Folder(path, revision=revision)
-    bundled = Path(path) / BUNDLE
+    bundled = folder.path / BUNDLE
     if folder.is_local and (bundled / "config.json").is_file():
         architectures = folder.config().get("architectures") or []
         if not any(name in FAMILIES for name in architectures):
