@@ -261,7 +261,7 @@ def test_the_draft_learns_and_the_engine_takes_it(trained, exported, tmp_path):
 
 def test_anchors_of_padding_do_not_count(trained, our_ops):
     drafts = DraftTrainer(trained[0].model, precision="fp32")
-    rows = max(data.pool(2, 0, 2048, size=8, longest=700), key=lambda r: len(r.ids))
+    rows = max(data.pool(2, 0, 2048, size=24, longest=700), key=lambda r: len(r.ids))
     last = int(rows.places[-1]) // rows.ids.shape[1]
     real = last + 1
     more = dataclasses.replace(rows, ids=torch.cat([rows.ids, torch.full_like(rows.ids[:2], 511)]))
