@@ -1,6 +1,6 @@
 """Load on an OpenAI-compatible server: times to the first token and between tokens, also beside clients that misbehave.
 
-    python -m benchmarks.serve                                        # starts k3lib-serve on its tiny model
+    python -m benchmarks.serve                                        # starts k3lib-serve on k3lib-nano
     python -m benchmarks.serve --clients 500 --seconds 60 --leave 0.1 --bad 0.1
     python -m benchmarks.serve --url http://127.0.0.1:8000 --model NAME
     python -m benchmarks.serve --overhead                             # what the server adds to a token
@@ -260,7 +260,7 @@ def overhead(load: Load) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", help="of a running server; without, k3lib-serve is started on its tiny model")
+    parser.add_argument("--url", help="of a running server; without, k3lib-serve is started on k3lib-nano")
     parser.add_argument("--model", help="default: the first that the server lists")
     parser.add_argument("--key", help="API key")
     parser.add_argument("--clients", type=int, default=32)
