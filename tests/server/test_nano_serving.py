@@ -12,10 +12,13 @@ import pytest
 from PIL import Image, ImageDraw
 from process import Server
 
-from k3lib import nano
+from k3lib import Engine, EngineConfig, SamplingParams, nano
+from k3lib.server.chat import encode_segments, render_chat
+from k3lib.server.loading import load_model
+from k3lib.server.tokenizer import load_tokenizer
+from k3lib.spec import SpecConfig
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
-SPECULATION = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", nano.NAME)
 
 
 def tool(key):
@@ -55,16 +58,13 @@ ASKED = {  # all at once, which is quicker than one by one
     "colour": {"content": see("What color is the shape?")},
     "shape": {"content": see("What shape is this?")},
 }
-SPECULATED = ("low effort", "colour")
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory):
-    """The plain one, and one that speculates with the draft of the model; they start side by side."""
-    folder = tmp_path_factory.mktemp("nano")
-    both = [Server(folder, nano.NAME, *flags) for flags in ((), SPECULATION)]
-    yield [server.wait() for server in both]
-    assert [server.stop() for server in both] == [0, 0]
+def server(tmp_path_factory):
+    started = Server(tmp_path_factory.mktemp("nano"), nano.NAME)
+    yield started.wait()
+    assert started.stop() == 0
 
 
 def ask(server, content, **more):
@@ -74,13 +74,11 @@ def ask(server, content, **more):
 
 
 @pytest.fixture(scope="module")
-def answers(servers):
-    """Function from the name of a question, and a server, to its answer."""
-    plain, drafting = servers
-    with ThreadPoolExecutor(len(ASKED) + len(SPECULATED)) as pool:
-        jobs = {(plain, name): pool.submit(ask, plain, **asked) for name, asked in ASKED.items()}
-        jobs |= {(drafting, name): pool.submit(ask, drafting, **ASKED[name]) for name in SPECULATED}
-        yield lambda name, server=plain: jobs[server, name].result()
+def answers(server):
+    """Function from the name of a question to its answer."""
+    with ThreadPoolExecutor(len(ASKED)) as pool:
+        jobs = {name: pool.submit(ask, server, **asked) for name, asked in ASKED.items()}
+        yield lambda name: jobs[name].result()
 
 
 def told(answer):
@@ -91,14 +89,14 @@ def calls(answer):
     return [(call.function.name, json.loads(call.function.arguments)) for call in answer.choices[0].message.tool_calls]
 
 
-def test_the_examples_give_the_right_answers(servers, answers, tmp_path, monkeypatch, capsys):
+def test_the_examples_give_the_right_answers(server, answers, tmp_path, monkeypatch, capsys):
     source = (EXAMPLES / "reasoning_and_tools.py").read_text(encoding="utf-8")
     example = tmp_path / "example.py"  # as it stands, but for greedy answers
     greedy = source.replace("max_tokens=", "temperature=0, max_tokens=")
     greedy = greedy.replace('"max_tokens": ', '"temperature": 0, "max_tokens": ')
     assert greedy.count("temperature=0") == greedy.count('"temperature": 0') == 1
     example.write_text(greedy, encoding="utf-8")
-    monkeypatch.setattr(sys, "argv", ["example.py", f"{servers[0].url}/v1"])
+    monkeypatch.setattr(sys, "argv", ["example.py", f"{server.url}/v1"])
     runpy.run_path(str(example), run_name="__main__")
     said = capsys.readouterr().out
     thought, answer, chosen, rest = (part.strip() for part in said.replace("Thinking:", "Answer:").split("Answer:")[1:])
@@ -109,8 +107,8 @@ def test_the_examples_give_the_right_answers(servers, answers, tmp_path, monkeyp
     assert "Beijing" in rest, said
 
 
-def test_the_example_of_a_client_gets_an_answer_and_a_refusal(servers, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["chat_client.py", f"{servers[0].url}/v1"])
+def test_the_example_of_a_client_gets_an_answer_and_a_refusal(server, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["chat_client.py", f"{server.url}/v1"])
     runpy.run_path(str(EXAMPLES / "chat_client.py"), run_name="__main__")
     said = capsys.readouterr().out
     assert "How can I help you?" in said
@@ -118,10 +116,9 @@ def test_the_example_of_a_client_gets_an_answer_and_a_refusal(servers, monkeypat
     assert "refused: temperature: " in said
 
 
-def test_the_default_model_is_nano(servers):
-    for server in servers:
-        assert [model.id for model in server.client.models.list().data] == [nano.NAME]
-    model = servers[0].http.get("/model_info").json()
+def test_the_default_model_is_nano(server):
+    assert [model.id for model in server.client.models.list().data] == [nano.NAME]
+    model = server.http.get("/model_info").json()
     assert (model["vocab_size"], model["has_image_understanding"]) == (512, True)
 
 
@@ -155,17 +152,23 @@ def same(answer):
     return choice.message.model_dump(), choice.finish_reason, answer.usage.completion_tokens
 
 
-def test_speculation_leaves_answers_as_they_are(servers, answers):
-    plain, drafting = servers
-    for name in SPECULATED:
-        assert same(answers(name, drafting)) == same(answers(name, plain)), name
-    assert "k3lib:spec_num_verify_steps" not in plain.metrics()
-    assert drafting.metrics()["k3lib:spec_num_verify_steps"] > 0
+def test_speculation_leaves_answers_as_they_are():
+    model, tok = load_model(None), load_tokenizer()
+    asked = ["What is 5 + 3?", "My name is Rosa. What is my name?"]
+    prompts = [encode_segments(tok, render_chat([{"role": "user", "content": x}], thinking=False)) for x in asked]
+    greedy = SamplingParams(temperature=0, max_new_tokens=60)
+    plain, drafting = (
+        Engine(model, EngineConfig(max_running_requests=2, spec=spec)).generate(prompts, greedy)
+        for spec in (None, SpecConfig(draft=nano.NAME))
+    )
+    assert [out.token_ids for out in drafting] == [out.token_ids for out in plain]
+    assert "Rosa" in tok.decode(plain[1].token_ids)
+    assert all(out.speculation.accept_length > 2 for out in drafting)
 
 
-def test_prefix_reuse_leaves_answers_as_they_are(servers, answers):
-    servers[0].post("/flush_cache")
-    cold, warm = (ask(servers[0], **ASKED["colour"]) for _ in range(2))
+def test_prefix_reuse_leaves_answers_as_they_are(server, answers):
+    server.post("/flush_cache")
+    cold, warm = (ask(server, **ASKED["colour"]) for _ in range(2))
     cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in (cold, warm)]
     assert cached[0] == 0 < cached[1]
     assert same(cold) == same(warm) == same(answers("colour"))
