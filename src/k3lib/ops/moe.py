@@ -210,7 +210,7 @@ class ExpertWeights:
     w2_scale_2: Tensor | None = None
     format: ExpertFormat = "bf16"
     first_expert: int = 0
-    _decoded: tuple[object, list[Tensor], ExpertWeights] | None = field(default=None, repr=False)
+    _decoded: tuple[object, list[Tensor], ExpertWeights] | None = field(default=None, init=False, repr=False)
 
     @property
     def num_experts(self) -> int:

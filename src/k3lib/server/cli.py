@@ -165,7 +165,7 @@ class Inspect:
     def run(self) -> int:
         from k3lib.server.reports import inspect_checkpoint
 
-        report, problems = inspect_checkpoint(nano.find(self.path))
+        report, problems = inspect_checkpoint(self.path)
         print(report)
         if not problems:
             print("nothing is wrong with it")

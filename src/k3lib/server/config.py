@@ -7,7 +7,6 @@ from typing import Literal
 
 import tyro  # noqa: TC002 - tyro itself reads the annotations
 
-from k3lib import nano
 from k3lib.engine.config import EngineConfig
 from k3lib.errors import ConfigError
 from k3lib.parallel import ParallelConfig
@@ -160,7 +159,7 @@ class SpeculationConfig:
         if self.speculative_algorithm is None:
             return None
         return SpecConfig(
-            draft="ngram" if self.speculative_algorithm == "NGRAM" else nano.find(self.speculative_draft_model_path),
+            draft="ngram" if self.speculative_algorithm == "NGRAM" else str(self.speculative_draft_model_path),
             block_size=self.block_size,
             accept=self.speculative_accept,
             rollback=self.speculative_rollback,
